@@ -45,9 +45,10 @@ class EnvironmentAgent(Agent):
         """factory: a class with `reset` and `step`, which takes no arguments."""
         self._factory = factory
         self._name = name = factory.__name__
-        self._max_turns = int(getattr(factory, "max_turns", MAX_TURNS))
-        if self._max_turns < 1:
-            raise AgentError(f"The environment {name} has max_turns={self._max_turns}; it must be 1 or more.")
+        most = getattr(factory, "max_turns", MAX_TURNS)
+        if not isinstance(most, int) or most < 1:
+            raise AgentError(f"The environment {name} has max_turns={most!r}; it must be a number, 1 or more.")
+        self._max_turns = most
 
     def __reduce__(self) -> tuple[Callable[[str], Agent], tuple[str]]:
         return load_agent, (get_agent_spec(self._factory),)

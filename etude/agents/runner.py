@@ -109,7 +109,7 @@ class Runner:
         self._unanswered = 0.0
         """Seconds for which earlier heartbeats were not answered, beyond `MAX_REPLY_S`."""
         self._asked_at: float | None = None
-        """When the first heartbeat was sent that has no answer; None if there is none."""
+        """The time of the first heartbeat that has no answer; None if there is none."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._claim_task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()

@@ -50,7 +50,7 @@ class EngineSource:
         self._runner = EngineRunner(queue, players, seed, self._on_end)
         self._running: asyncio.Task[None] | None = None
         self._stopped: BaseException | None = None
-        """Why the runner makes no more rollouts."""
+        """The error that ended the runner; None while it makes rollouts."""
         self._pending: dict[int, asyncio.Future[PlayedRollout]] = {}
         self._lost: dict[int, list[PlayedRollout]] = {}
         """The attempts at each pending rollout that failed in this process."""
@@ -119,7 +119,7 @@ class EngineSource:
         for end in self._pending.values():
             if not end.done():
                 end.set_exception(self._stopped)
-                end.exception()  # nobody may await it any more, and asyncio must not report it then
+                end.exception()  # where its waiter has left, asyncio must not report it
 
     async def cancel(self, ids: Sequence[int], why: str) -> None:
         """Cancel in the journal those rollouts that have not ended."""

@@ -3,6 +3,7 @@ that plays it itself."""
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -75,6 +76,37 @@ def test_a_game_that_exceeds_its_answers_is_truncated(world: Path, tmp_path: Pat
     with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
         last = [store.rollout(id).last for ids in store.admitted().values() for id in ids]
     assert last and all(attempt is not None and attempt.truncated and attempt.turns == 2 for attempt in last)
+
+
+class Talk(TextEnv):
+    """A conversation of two answers."""
+
+    max_turns = 2
+
+    def begin(self) -> Observation:
+        """Show messages."""
+        self.turns = 0
+        return Observation([{"role": "system", "content": "1"}, {"role": "user", "content": "2"}])
+
+    def play(self, answer: str) -> Observation:
+        """Answer by a text, which is a message of the user."""
+        self.turns += 1
+        return Observation("3", reward=float(len(answer)), done=self.turns == 2)
+
+
+@pytest.mark.slow
+def test_a_conversation_is_one_row(world: Path, tmp_path: Path) -> None:
+    """Each prompt continues the answer before it, with the exact tokens."""
+    shutil.copytree(world, tmp_path / "world")
+    template = "{% for m in messages %}={{ m['content'] }}+{% endfor %}"
+    (tmp_path / "world" / "model" / "chat_template.jinja").write_text(template)
+    options = TALKS | {"agent.path": f"{__file__}:Talk", "sampling.max_tokens": 4}
+    run = train(tmp_path / "world", tmp_path / "run", **options)
+    (step,) = step_metrics(run)
+    assert step["turns"] == 2 and step["agents/branches"] == 1
+    with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
+        turns = [turn for ids in store.admitted().values() for id in ids for turn in store.turns(id)]
+    assert all(turn.reward == len(turn.completion.text) for turn in turns)
 
 
 def test_a_class_is_an_agent_or_an_environment() -> None:
