@@ -18,12 +18,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, KeysView, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
+
+from etude.frozen_arrays import FrozenRecord, check_same_length, read_only_array
+from etude.support import SetKind, Support
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -39,35 +42,6 @@ def has_zero_variance(low: Any, high: Any, precision: float = sys.float_info.eps
     replaces it.
     """
     return high - low <= 4 * precision * (1 + abs(high) + abs(low))
-
-
-def _read_only_array(values: ArrayLike, dtype: type[np.generic], name: str, dimensions: int = 1) -> NDArray[Any]:
-    """Return a read-only copy with the record's dtype and dimensions; refuse other shapes and lossy casts."""
-    array = np.asarray(values)
-    if array.ndim != dimensions:
-        wanted = {1: "one-dimensional", 2: "two-dimensional"}[dimensions]
-        raise ValueError(f"{name} must be {wanted}; an array of shape {array.shape} was given.")
-    if array.size and not np.can_cast(array.dtype, dtype, casting="same_kind"):
-        raise ValueError(
-            f"{name} must be {np.dtype(dtype).name}; {array.dtype.name} cannot be cast to it without loss."
-        )
-    with np.errstate(over="ignore"):
-        cast = array.astype(dtype)
-    lost = array.dtype.kind in "iu" and not np.array_equal(cast, array)
-    if lost or (array.dtype.kind == "f" and not np.array_equal(np.isinf(cast), np.isinf(array))):
-        raise ValueError(f"{name} has values that do not fit into {np.dtype(dtype).name}.")
-    cast.setflags(write=False)
-    return cast
-
-
-class _Record:
-    """A base class that pickles and copies a record by calling its constructor, so that its checks run again."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[type[Any], tuple[Any, ...]]:
-        record: Any = self
-        return type(self), tuple(getattr(self, column.name) for column in fields(record))
 
 
 class Outcome(StrEnum):
@@ -117,7 +91,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams(_Record):
+class SamplingParams(FrozenRecord):
     """The sampling parameters of a request. The defaults sample from the model's own distribution, as training
     needs."""
 
@@ -137,6 +111,8 @@ class SamplingParams(_Record):
     """None derives a seed from the run's seed, the task, the rollout and the prompt."""
     top_logprobs: int = 0
     """The number of most likely tokens to return beside the sampled one."""
+    support: bool = False
+    """True to return, for each token, the set of tokens that could be drawn."""
     version: int | None = None
     """The policy version to sample with, of an engine that keeps several; None is the newest."""
 
@@ -161,7 +137,7 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Completion(_Record):
+class Completion(FrozenRecord):
     """The result of an engine for one prompt. Each token has its log-prob and the policy version that sampled it."""
 
     ids: NDArray[np.int32]  # [T]
@@ -176,20 +152,39 @@ class Completion(_Record):
     """[T, k]: the most likely tokens, if `SamplingParams.top_logprobs` is k > 0."""
     top_logp: NDArray[np.float32] | None = None
     """[T, k]: their log-probs at the sampling temperature, before top-k, top-p and min-p."""
+    support: Support | None = None
+    """The sets of tokens that could be drawn. None: every token was drawn from the whole vocabulary."""
 
     def __post_init__(self) -> None:
-        columns = {}
+        columns: dict[str, Any] = {}
         for name, (dtype, dimensions) in _COMPLETION_COLUMNS.items():
             values = getattr(self, name)
             if values is not None:
-                columns[name] = _read_only_array(values, dtype, f"Completion.{name}", dimensions)
+                columns[name] = read_only_array(values, dtype, f"Completion.{name}", dimensions)
                 object.__setattr__(self, name, columns[name])
-        _check_same_length("Completion", **columns)
+        if self.support is not None:
+            columns["support"] = self.support
+        check_same_length("Completion", **columns)
+        if self.support is not None:
+            _check_drawn(self.ids, self.support)
         if self.finish_reason not in FINISH_REASONS:
             raise ValueError(
                 f"Completion.finish_reason must be one of {', '.join(FINISH_REASONS)}; '{self.finish_reason}' was "
                 "given."
             )
+
+
+def _check_drawn(ids: NDArray[np.int32], support: Support) -> None:
+    """Refuse a drawn token that is not in its set: the log-prob of such a token would be minus infinity."""
+    wrong = np.flatnonzero(~support.contains(ids))
+    if len(wrong):
+        token = int(wrong[0])
+        kind, data = support.get_set(int(support.index[token]))
+        described = {SetKind.KEPT: f"{len(data)} ids", SetKind.BANNED: f"all but {len(data)} ids"}
+        raise ValueError(
+            f"Token {token} of an answer is {int(ids[token])}, which is not in the set of tokens that could be drawn "
+            f"there ({described.get(kind, 'a part of the vocabulary')})."
+        )
 
 
 _COMPLETION_COLUMNS: dict[str, tuple[type[np.generic], int]] = {
@@ -207,7 +202,7 @@ POLICY = "policy"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn(_Record):
+class Turn(FrozenRecord):
     """One call to the model inside an attempt: the exact prompt ids, and the exact completion ids."""
 
     prompt: NDArray[np.int32]  # [P]
@@ -237,7 +232,7 @@ class Turn(_Record):
         return int(versions.min()) if self.model == POLICY and len(versions) else None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt", _read_only_array(self.prompt, np.int32, "Turn.prompt"))
+        object.__setattr__(self, "prompt", read_only_array(self.prompt, np.int32, "Turn.prompt"))
         tokens = len(self.prompt)
         if not 0 <= self.opened <= tokens:
             raise ValueError(
@@ -251,7 +246,7 @@ class Turn(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Task(_Record):
+class Task(FrozenRecord):
     """One row of a dataset. Example: `Task(7, {"prompt": "2+2?", "ground_truth": "4"})`.
 
     It reads like a mapping of its fields: `task["prompt"]`, `task.get("hint")`, `"hint" in task`, `dict(task)`.
@@ -287,7 +282,7 @@ class Task(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout(_Record):
+class Rollout(FrozenRecord):
     """One sample of a task, with its reward. Advantages compare the rollouts of a group with each other."""
 
     id: int
@@ -314,7 +309,7 @@ class Rollout(_Record):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample(_Record):
+class Sample(FrozenRecord):
     """One token row for the trainer. All columns have one entry a token, at the same index.
 
     `action` is true for the tokens that the policy sampled. The others (prompt, tool output) are context, and get no
@@ -336,16 +331,20 @@ class Sample(_Record):
     observation: NDArray[np.bool_] | None = None
     """[T] true for the tokens that the environment showed between two answers. Each such token is true in one row only.
     None: no such token."""
+    support: Support | None = None
+    """The sets of tokens that the sampler could draw from. None, and at context: the whole vocabulary."""
 
     def __post_init__(self) -> None:
         for name, dtype in _SAMPLE_COLUMNS.items():
-            object.__setattr__(self, name, _read_only_array(getattr(self, name), dtype, f"Sample.{name}"))
-        columns = {name: getattr(self, name) for name in _SAMPLE_COLUMNS}
+            object.__setattr__(self, name, read_only_array(getattr(self, name), dtype, f"Sample.{name}"))
+        columns: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLE_COLUMNS}
         for name, dtype in _OPTIONAL_SAMPLE_COLUMNS.items():
             if getattr(self, name) is not None:
-                columns[name] = _read_only_array(getattr(self, name), dtype, f"Sample.{name}")
+                columns[name] = read_only_array(getattr(self, name), dtype, f"Sample.{name}")
                 object.__setattr__(self, name, columns[name])
-        _check_same_length(f"The sample of rollout {self.rollout}", **columns)
+        if self.support is not None:
+            columns["support"] = self.support
+        check_same_length(f"The sample of rollout {self.rollout}", **columns)
 
 
 _SAMPLE_COLUMNS: dict[str, type[np.generic]] = {
@@ -360,11 +359,3 @@ _OPTIONAL_SAMPLE_COLUMNS: dict[str, type[np.generic]] = {
     "anchor": np.int64,
     "observation": np.bool_,
 }
-
-
-def _check_same_length(owner: str, **columns: NDArray[Any]) -> None:
-    """Refuse columns of different lengths: every column has one entry a token."""
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ValueError(f"{owner} has columns of different lengths ({listed}); each must have one entry per token.")

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.records import Sample, Turn
+from etude.support import Support
 
 
 def build_samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = ()) -> list[Sample]:
@@ -147,6 +148,7 @@ class _SampleBuilder:
     anchors: list[NDArray[np.int64]] = field(default_factory=list)
     has_anchor: bool = False
     observed: list[tuple[int, int]] = field(default_factory=list)
+    supports: list[Support | int] = field(default_factory=list)  # of each segment: its sets, or its length
 
     def is_continued_by(self, turn: Turn) -> bool:
         """Return True if a turn's prompt begins with this whole row."""
@@ -162,6 +164,7 @@ class _SampleBuilder:
         self.observed.append((max(observation_start, self.length), len(turn.prompt) - turn.opened))
         self._append_segment(context_ids, False, np.full(len(context_ids), np.nan), np.full(len(context_ids), -1), -1)
         self._append_segment(completion.ids, True, completion.logp, completion.version, turn.index, turn.anchor)
+        self.supports += [len(context_ids), completion.support or len(completion.ids)]
         if len(completion.ids):
             self.last_action = self.length - 1
 
@@ -186,12 +189,25 @@ class _SampleBuilder:
         if self.rewards:
             reward = np.zeros(self.length)
             reward[list(self.rewards)] = list(self.rewards.values())
-        columns = {name: np.concatenate([segment[name] for segment in self.segments]) for name in self.segments[0]}
+        columns: dict[str, Any] = {
+            name: np.concatenate([segment[name] for segment in self.segments]) for name in self.segments[0]
+        }
         anchor = np.concatenate(self.anchors) if self.has_anchor else None
-        observation = self._observation_mask()
         return Sample(
-            **columns, rollout=rollout, model=self.model, reward=reward, anchor=anchor, observation=observation
+            **columns,
+            rollout=rollout,
+            model=self.model,
+            reward=reward,
+            anchor=anchor,
+            observation=self._observation_mask(),
+            support=self._support(),
         )
+
+    def _support(self) -> Support | None:
+        """Return the sets of all tokens, or None if each was drawn from the whole vocabulary."""
+        if all(isinstance(part, int) for part in self.supports):
+            return None
+        return Support.concat(self.supports)
 
     def _observation_mask(self) -> NDArray[np.bool_] | None:
         """Return the mask of observation tokens, or None if there are none."""

@@ -45,6 +45,7 @@ WORDS = frozenset(
         "config",
         "observe",
         "running_time",
+        "support",
     }
 )
 INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "store", "checkpoint", "dispatch"})
@@ -60,9 +61,11 @@ ROOMS: dict[str, Room] = {
     "child_process": _room(0),
     "lazy": _room(0),
     "running_time": _room(0),
-    "records": _room(0),
+    "frozen_arrays": _room(0),
+    "support": _room(0, "frozen_arrays"),
+    "records": _room(0, "frozen_arrays", "support"),
     "integrity": _room(0, "errors"),
-    "batch": _room(0, "records", "errors"),
+    "batch": _room(0, "records", "support", "errors"),
     "protocols": _room(0, "records"),
     "config": _room(0, "lazy", "records", "errors"),
     "observe": _room(0, "lazy", "records", "errors", "integrity"),

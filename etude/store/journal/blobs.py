@@ -4,7 +4,11 @@ It is a header of lengths, then the arrays end to end. They are little-endian an
 completion lacks takes no bytes:
 
     prompt int32 [P] · ids int32 [T] · logp float32 [T] · version int32 [T]
-    · raw_logp float32 [T] · top_ids int32 [T, k] · top_logp float32 [T, k]
+    · raw_logp float32 [T] · top_ids int32 [T, k] · top_logp float32 [T, k] · support
+
+The sets of tokens that could be drawn (`etude.support`) are S and N, then the arrays of their table:
+
+    index int32 [T] · kind int8 [S] · length int32 [S] · data int32 [N]
 """
 
 from __future__ import annotations
@@ -18,11 +22,18 @@ from numpy.typing import NDArray
 
 from etude.errors import StoreError
 from etude.records import Turn
+from etude.support import Support
 
 _HEADER = struct.Struct("<QQQB")
 """P, T, k, and the optional arrays present, as the sum of `_OPTIONAL`'s bits."""
 _OPTIONAL = {"raw_logp": 1, "top_ids": 2, "top_logp": 4}
-_INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
+_SUPPORT = 16
+"""The bit of the flags that says that a support follows."""
+_SUPPORT_HEADER = struct.Struct("<QQ")
+"""S and N."""
+_INT = np.dtype("<i4")
+_FLOAT = np.dtype("<f4")
+_BYTE = np.dtype("i1")
 
 
 ReadSlice: TypeAlias = Callable[[int, int], bytes]
@@ -46,13 +57,22 @@ def pack_turn(turn: Turn) -> bytes:
     flags = sum(bit for name, bit in _OPTIONAL.items() if optional[name] is not None)
     widths = {values.shape[1] for name, values in optional.items() if name != "raw_logp" and values is not None}
     assert len(widths) < 2, f"top_ids and top_logp have different widths: {sorted(widths)}"
+    support = completion.support
+    flags += 0 if support is None else _SUPPORT
     header = _HEADER.pack(len(turn.prompt), len(completion.ids), max(widths, default=0), flags)
     columns = (turn.prompt, completion.ids, completion.logp, completion.version, *optional.values())
-    return b"".join((header, *(_bytes(column) for column in columns if column is not None)))
+    arrays = b"".join((header, *(_bytes(column) for column in columns if column is not None)))
+    return arrays if support is None else arrays + _pack_support(support)
 
 
-def unpack_turn(payload: bytes) -> tuple[NDArray[np.int32], dict[str, NDArray[Any]]]:
-    """Return the prompt, and the arrays of the completion by name, as views of the payload."""
+def _pack_support(support: Support) -> bytes:
+    header = _SUPPORT_HEADER.pack(len(support.kind), len(support.data))
+    lengths = np.diff(support.offsets).astype(np.int32)
+    return b"".join((header, *(_bytes(column) for column in (support.index, support.kind, lengths, support.data))))
+
+
+def unpack_turn(payload: bytes) -> tuple[NDArray[np.int32], dict[str, Any]]:
+    """Return the prompt, and the columns of the completion by name: arrays as views of the payload."""
     if len(payload) < _HEADER.size:
         raise StoreError(f"The payload of a turn has {len(payload)} bytes, too few for its header: it is truncated.")
     prompt, tokens, width, flags = _HEADER.unpack_from(payload)
@@ -65,16 +85,37 @@ def unpack_turn(payload: bytes) -> tuple[NDArray[np.int32], dict[str, NDArray[An
         "top_ids": (_INT, (tokens, width)),
         "top_logp": (_FLOAT, (tokens, width)),
     }
-    columns, at = {}, _HEADER.size
+    columns: dict[str, Any] = {}
+    at = _HEADER.size
     for name, (dtype, shape) in shapes.items():
         if name in _OPTIONAL and not flags & _OPTIONAL[name]:
             continue
-        count = int(np.prod(shape))
-        if at + count * dtype.itemsize > len(payload):
-            raise StoreError(f"The payload of a turn ends inside its column '{name}': it is truncated or overwritten.")
-        columns[name] = np.frombuffer(payload, dtype, count, at).reshape(shape)
-        at += count * dtype.itemsize
+        columns[name] = _read_array(payload, at, name, dtype, int(np.prod(shape))).reshape(shape)
+        at += columns[name].nbytes
+    if flags & _SUPPORT:
+        columns["support"] = _unpack_support(payload, at, tokens)
     return columns.pop("prompt"), columns
+
+
+def _unpack_support(payload: bytes, at: int, tokens: int) -> Support:
+    """Return the support that begins at this byte."""
+    if at + _SUPPORT_HEADER.size > len(payload):
+        raise StoreError("The payload of a turn ends inside its column 'support': it is truncated or overwritten.")
+    sets, numbers = _SUPPORT_HEADER.unpack_from(payload, at)
+    at += _SUPPORT_HEADER.size
+    arrays = []
+    for dtype, count in ((_INT, tokens), (_BYTE, sets), (_INT, sets), (_INT, numbers)):
+        arrays.append(_read_array(payload, at, "support", dtype, count))
+        at += arrays[-1].nbytes
+    index, kind, lengths, data = arrays
+    return Support(index, kind, np.cumsum([0, *lengths], dtype=np.int64), data)
+
+
+def _read_array(payload: bytes, at: int, name: str, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    """Return the array of a column that begins at this byte."""
+    if at + count * dtype.itemsize > len(payload):
+        raise StoreError(f"The payload of a turn ends inside its column '{name}': it is truncated or overwritten.")
+    return np.frombuffer(payload, dtype, count, at)
 
 
 def read_turn_shape(read: ReadSlice) -> TurnShape:

@@ -18,6 +18,7 @@ from etude.errors import StoreError
 from etude.records import Completion, Outcome, Turn
 from etude.store import AttemptEnded, AttemptStarted, TurnRecorded, TurnShape, open_store
 from etude.store.journal.blobs import pack_turn, unpack_turn
+from etude.support import SetKind, Support
 from tests.store.made import group, turn
 
 numbers = st.integers(-(2**31), 2**31 - 1)
@@ -34,16 +35,26 @@ def turns(draw: st.DrawFn) -> Turn:
         kind = np.float32 if values is floats else np.int32
         return np.array(draw(st.lists(values, min_size=count, max_size=count)), dtype=kind).reshape(shape)
 
+    ids = column(numbers, length)
     completion = Completion(
-        column(numbers, length),
+        ids,
         column(floats, length),
         column(numbers, length),
         "stop",
         raw_logp=column(floats, length) if draw(st.booleans()) else None,
         top_ids=column(numbers, length, width) if draw(st.booleans()) else None,
         top_logp=column(floats, length, width) if draw(st.booleans()) else None,
+        support=_sets_of(ids) if draw(st.booleans()) else None,
     )
     return Turn(column(numbers, draw(st.integers(0, 4))), completion, 0)
+
+
+def _sets_of(ids: np.ndarray) -> Support:
+    """Return a set of each form, one for each token in turn: it alone, all but another, and the whole vocabulary."""
+    table = [[id] if place % 3 == 0 else [id - 1 if id else id + 1] for place, id in enumerate(ids.tolist())]
+    index = [-1 if place % 3 == 2 else place for place in range(len(ids))]
+    kind = [SetKind.BANNED if place % 3 else SetKind.KEPT for place in range(len(ids))]
+    return Support(index, kind, np.arange(len(ids) + 1), np.array(table, np.int32).reshape(-1))
 
 
 @given(turns())
@@ -56,6 +67,10 @@ def test_arrays_come_back_to_the_last_bit(turn: Turn) -> None:
         if original is not None:
             read = columns[name]
             assert (read.tobytes(), read.shape, read.dtype) == (original.tobytes(), original.shape, original.dtype)
+    assert (turn.completion.support is None) == ("support" not in columns)
+    if turn.completion.support is not None:
+        for name in ("index", "kind", "offsets", "data"):
+            np.testing.assert_array_equal(getattr(columns["support"], name), getattr(turn.completion.support, name))
 
 
 def test_the_layout_is_a_header_and_little_endian_columns() -> None:
