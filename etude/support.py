@@ -5,8 +5,8 @@ the model's distribution over the set S of tokens that were left: π(a) / π(S).
 with S, so the engine reports S and the trainer uses it. A trainer that looked for S by itself would find another one
 wherever its logits differ in the last digits.
 
-Equal sets are stored once, in the shortest of three forms: the ids that were kept, the ids that were left out, or one
-bit for each token of the vocabulary. All are int32 numbers. Equal sets have equal bytes.
+Equal sets are stored once, in the shortest of three forms. These are the ids that were kept, the ids that were left
+out, or one bit for each token of the vocabulary. All are int32 numbers. Equal sets have equal bytes.
 """
 
 from __future__ import annotations
@@ -68,6 +68,14 @@ class Support(FrozenRecord):
     def __len__(self) -> int:
         """Return the number of tokens."""
         return len(self.index)
+
+    @classmethod
+    def build(cls, sets: Sequence[EncodedSet | None]) -> Support | None:
+        """Return the sets of tokens, one for each. None is the whole vocabulary; if all are, there is no support."""
+        if all(encoded is None for encoded in sets):
+            return None
+        table = _SetTable()
+        return table.build(np.array([WHOLE if encoded is None else table.add(encoded) for encoded in sets], np.int32))
 
     @classmethod
     def whole(cls, tokens: int) -> Support:
@@ -134,9 +142,11 @@ _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _COLUMNS: dict[str, type[np.generic]] = {"index": np.int32, "kind": np.int8, "offsets": np.int64, "data": np.int32}
 
 
-def encode_set(mask: NDArray[np.bool_]) -> EncodedSet:
-    """[V] → the shortest form of a set; among equally short ones the first of `SetKind`."""
+def encode_set(mask: NDArray[np.bool_]) -> EncodedSet | None:
+    """[V] → the shortest form of a set, among equally short ones the first of `SetKind`. None: the whole vocabulary."""
     kept = np.flatnonzero(mask)
+    if len(kept) == len(mask):
+        return None
     words = -(-len(mask) // _WORD_BITS)
     shortest = min(len(kept), len(mask) - len(kept), words)
     if len(kept) == shortest:
@@ -148,6 +158,13 @@ def encode_set(mask: NDArray[np.bool_]) -> EncodedSet:
     return SetKind.BITS, np.packbits(padded, bitorder="little").view("<i4").astype(np.int32)
 
 
+def encode_ids(ids: ArrayLike, vocab_size: int) -> EncodedSet | None:
+    """Return the shortest form of the set of these ids. None: they are the whole vocabulary."""
+    mask = np.zeros(vocab_size, np.bool_)
+    mask[np.asarray(ids, np.int64)] = True
+    return encode_set(mask)
+
+
 def decode_set(encoded: EncodedSet, vocab_size: int) -> NDArray[np.bool_]:
     """Return a set as a mask [V]."""
     kind, data = encoded
@@ -157,46 +174,6 @@ def decode_set(encoded: EncodedSet, vocab_size: int) -> NDArray[np.bool_]:
     mask = np.full(vocab_size, kind is SetKind.BANNED)
     mask[data] = kind is SetKind.KEPT
     return mask
-
-
-class SupportBuilder:
-    """Collects the sets of an answer's tokens, one after the other."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._table = _SetTable()
-        self._index: list[int] = []
-
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        return len(self._index)
-
-    def add(self, ids: ArrayLike) -> None:
-        """Add a token that could have been any of these ids."""
-        mask = np.zeros(self._vocab_size, np.bool_)
-        mask[np.asarray(ids, np.int64)] = True
-        self.add_mask(mask)
-
-    def add_mask(self, mask: NDArray[np.bool_]) -> None:
-        """Add a token that could have been any id where the mask [V] is true."""
-        if mask.all():
-            self.add_whole()
-        else:
-            self.add_encoded(encode_set(mask))
-
-    def add_encoded(self, encoded: EncodedSet) -> None:
-        """Add a token whose set has its shortest form already."""
-        self._index.append(self._table.add(encoded))
-
-    def add_whole(self) -> None:
-        """Add a token that could have been any of the vocabulary."""
-        self._index.append(WHOLE)
-
-    def build(self) -> Support | None:
-        """Return the sets so far; None if each token could have been any of the vocabulary."""
-        if all(place == WHOLE for place in self._index):
-            return None
-        return self._table.build(np.array(self._index, np.int32))
 
 
 class _SetTable:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.records import Completion
-from etude.support import WHOLE, SetKind, Support, SupportBuilder, decode_set, encode_set
+from etude.support import WHOLE, SetKind, Support, decode_set, encode_ids, encode_set
 
 VOCAB = 70
 masks = st.lists(st.integers(0, VOCAB - 1), min_size=1, unique=True).map(
@@ -22,10 +22,7 @@ many_masks = st.lists(masks | st.just(np.ones(VOCAB, np.bool_)), max_size=6)
 
 
 def build(sets: list[np.ndarray]) -> Support:
-    builder = SupportBuilder(VOCAB)
-    for mask in sets:
-        builder.add_mask(mask)
-    return builder.build() or Support.whole(len(sets))
+    return Support.build([encode_set(mask) for mask in sets]) or Support.whole(len(sets))
 
 
 def make(index: list[int], kind: list[int], offsets: list[int], data: list[int]) -> Support:
@@ -38,13 +35,14 @@ def read(support: Support) -> list[list[bool]]:
 
 @given(masks)
 def test_a_set_has_the_shortest_form_and_comes_back(mask: np.ndarray) -> None:
-    kind, data = encode_set(mask)
-    assert len(data) == min(mask.sum(), VOCAB - mask.sum(), 3)
-    np.testing.assert_array_equal(decode_set((kind, data), VOCAB), mask)
-    builder = SupportBuilder(VOCAB)
-    builder.add(np.flatnonzero(mask)[::-1])
-    builder.add_mask(mask)
-    assert mask.all() or len((builder.build() or Support.whole(0)).kind) == 1, "equal sets have equal bytes"
+    encoded = encode_set(mask)
+    assert (encoded is None) == mask.all()
+    if encoded is not None:
+        kind, data = encoded
+        assert len(data) == min(mask.sum(), VOCAB - mask.sum(), 3)
+        np.testing.assert_array_equal(decode_set(encoded, VOCAB), mask)
+        again = encode_ids(np.flatnonzero(mask)[::-1], VOCAB)
+        assert again is not None and (again[0], again[1].tobytes()) == (kind, data.tobytes()), "equal sets, equal bytes"
 
 
 @given(many_masks)
