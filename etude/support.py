@@ -83,8 +83,13 @@ class Support(FrozenRecord):
         return cls(np.full(tokens, WHOLE, np.int32), np.empty(0, np.int8), np.zeros(1, np.int64), _NO_IDS)
 
     @classmethod
-    def concat(cls, parts: Sequence[Support | int]) -> Support:
-        """Join sets end to end. A number stands for that many tokens without a set. Equal sets are joined into one."""
+    def concat(cls, parts: Sequence[Support | int]) -> Support | None:
+        """Join sets end to end. A number stands for that many tokens without a set; if all are, there is no support.
+
+        Equal sets become one.
+        """
+        if all(isinstance(part, int) for part in parts):
+            return None
         tables = [cls.whole(part) if isinstance(part, int) else part for part in parts]
         table = _SetTable()
         moved = [table.add_all(part) for part in tables]

@@ -60,6 +60,8 @@ def test_sets_are_selected_and_joined_like_their_masks(
     one: list[np.ndarray], other: list[np.ndarray], random: Random
 ) -> None:
     joined = Support.concat([build(one), 2, build(other)])
+    assert joined is not None
+    assert Support.concat([2, 3]) is None
     whole = np.ones(VOCAB, np.bool_)
     expected = [mask.tolist() for mask in (*one, whole, whole, *other)]
     assert read(joined) == expected

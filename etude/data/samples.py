@@ -200,14 +200,8 @@ class _SampleBuilder:
             reward=reward,
             anchor=anchor,
             observation=self._observation_mask(),
-            support=self._support(),
+            support=Support.concat(self.supports),
         )
-
-    def _support(self) -> Support | None:
-        """Return the sets of all tokens, or None if each was drawn from the whole vocabulary."""
-        if all(isinstance(part, int) for part in self.supports):
-            return None
-        return Support.concat(self.supports)
 
     def _observation_mask(self) -> NDArray[np.bool_] | None:
         """Return the mask of observation tokens, or None if there are none."""

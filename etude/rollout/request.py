@@ -15,6 +15,7 @@ from etude.errors import DataError
 from etude.records import Completion, SamplingParams
 from etude.rollout.block_pool import NO_SLOT, ROOT
 from etude.rollout.sampling import SamplingState
+from etude.support import EncodedSet, Support
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -36,6 +37,8 @@ class Delta:
     finish_reason: str | None = None
     completion: Completion | None = None
     """The whole completion, in the last delta."""
+    support: Support | None = None
+    """The sets of tokens that could be drawn, if the request asks for them."""
 
 
 class Request:
@@ -82,6 +85,7 @@ class Request:
         self._raw_logp: list[float] = []
         self._versions: list[int] = []
         self._top: list[tuple[list[int], list[float]]] = []
+        self._sets: list[EncodedSet | None] = []  # of the tokens that could be drawn
         self._text = ""
         self._emitted = 0, 0  # tokens and characters in earlier deltas
         self._stops = StopStringFilter(self.sampling.stop)
@@ -119,9 +123,18 @@ class Request:
             on_start()
 
     def append_token(
-        self, token: int, logp: float, raw_logp: float, version: int, top: tuple[list[int], list[float]] | None
+        self,
+        token: int,
+        logp: float,
+        raw_logp: float,
+        version: int,
+        top: tuple[list[int], list[float]] | None,
+        allowed: EncodedSet | None = None,
     ) -> str | None:
-        """Add a token. Return the finish reason if the request finished with it."""
+        """Add a token. allowed: the tokens that could be drawn; None is the whole vocabulary, or nobody asks.
+
+        Return the finish reason if the request finished with it.
+        """
         self.tokens[self.length] = token
         self.length += 1
         self._logp.append(logp)
@@ -129,6 +142,7 @@ class Request:
         self._versions.append(version)
         if top is not None:
             self._top.append(top)
+        self._sets.append(allowed)
         self.sampling_state.record_token(token)
         finish_reason: str | None = None
         if token in self.stop_ids and self.generated > self.sampling.min_tokens:
@@ -164,6 +178,7 @@ class Request:
             text=self._text,
             top_ids=top_ids,
             top_logp=top_logp,
+            support=Support.build(self._sets),
         )
         self._emit_delta(completion)
         self.future.set_result(completion)
@@ -186,7 +201,9 @@ class Request:
         logp = np.array(self._logp[self._emitted[0] :], dtype=np.float32)
         finish_reason = completion.finish_reason if completion else None
         version = np.array(self._versions[self._emitted[0] :], dtype=np.int32)
-        self._listener(Delta(ids, logp, version, self._text[self._emitted[1] :], finish_reason, completion))
+        text_since = self._text[self._emitted[1] :]
+        support = Support.build(self._sets[self._emitted[0] :])
+        self._listener(Delta(ids, logp, version, text_since, finish_reason, completion, support))
         self._emitted = tokens, text
 
 

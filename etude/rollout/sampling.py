@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.records import SamplingParams
+from etude.support import EncodedSet, encode_ids, encode_set
 
 SUM_CHUNK = 128
 """The inverse is looked up first among sums of so many weights, then among the weights of one sum."""
@@ -101,6 +102,9 @@ class SampledTokens:
     top: dict[int, tuple[list[int], list[float]]]
     """For the rows that ask for them: the most likely tokens and their log-probs at the temperature, before any
     filter."""
+    support: dict[int, EncodedSet | None]
+    """For the rows that ask for them and are not drawn from the model's own distribution: the tokens that could be
+    drawn. None: the whole vocabulary."""
 
 
 def sample_tokens(
@@ -114,7 +118,7 @@ def sample_tokens(
     unmodified = [row for row, state in enumerate(states) if state.is_unmodified(generated[row])]
     if len(unmodified) == len(states):
         ids, probabilities = _sample_unmodified(logits, uniform)
-        return SampledTokens(ids.tolist(), log_probs := _log_probabilities(probabilities), log_probs, {})
+        return SampledTokens(ids.tolist(), log_probs := _log_probabilities(probabilities), log_probs, {}, {})
     adjusted = sorted(set(range(len(states))) - set(unmodified))
     ids = torch.empty(len(states), dtype=torch.int64, device=logits.device)
     logp, raw_logp = torch.empty(2, len(states), device=logits.device)
@@ -126,7 +130,8 @@ def sample_tokens(
     rows = _AdjustedRows(logits[index].float(), [states[row] for row in adjusted], [generated[row] for row in adjusted])
     ids[index], logp[index], raw_logp[index] = rows.sample(uniform[index])
     top = {adjusted[row]: likeliest for row, likeliest in rows.top.items()}
-    return SampledTokens(ids.tolist(), logp.tolist(), raw_logp.tolist(), top)
+    support = {adjusted[row]: encoded for row, encoded in rows.support.items()}
+    return SampledTokens(ids.tolist(), logp.tolist(), raw_logp.tolist(), top, support)
 
 
 def _sample_unmodified(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,6 +160,7 @@ class _AdjustedRows:
                 state.adjust_logits(logits[row], generated[row])
         self.logits = logits
         self.top: dict[int, tuple[list[int], list[float]]] = {}
+        self.support: dict[int, EncodedSet | None] = {}
 
     def sample(self, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, log-probs under the sampling distribution, and log-probs under the model."""
@@ -179,6 +185,7 @@ class _AdjustedRows:
         greedy = temperature == 0
         if bool(greedy.any()):
             ids = torch.where(greedy, self.logits.argmax(-1), ids)
+        self._read_support(logits, ids, greedy)
         certain = greedy & (self.logits.amax(-1) > -math.inf)  # false too if the greatest is not a number
         chosen = torch.where(certain, 1.0, probabilities.gather(1, ids[:, None])[:, 0])
         return (
@@ -186,6 +193,18 @@ class _AdjustedRows:
             self._column(_log_probabilities(chosen)),
             torch.log_softmax(self.raw, -1).gather(1, ids[:, None])[:, 0],
         )
+
+    def _read_support(self, filtered: Tensor, ids: Tensor, greedy: Tensor) -> None:
+        """Keep which tokens could be drawn, for the rows that ask. A greedy row could only give the token it gave."""
+        asking = [row for row, state in enumerate(self.states) if state.sampling.support]
+        if not asking:
+            return
+        masks = (filtered[asking] > -math.inf).cpu().numpy()
+        drawn = ids[asking].tolist()
+        certain = greedy[asking].tolist()
+        for place, row in enumerate(asking):
+            kept = encode_ids([drawn[place]], masks.shape[1]) if certain[place] else encode_set(masks[place])
+            self.support[row] = kept
 
     def _column(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.raw.device)

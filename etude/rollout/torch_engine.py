@@ -345,7 +345,12 @@ class TorchEngine:
                         "temperature take the logits beyond float32. For greedy sampling set temperature to 0."
                     )
                 finish_reason = request.append_token(
-                    sampled.ids[row], sampled.logp[row], sampled.raw_logp[row], scheduler.version, sampled.top.get(row)
+                    sampled.ids[row],
+                    sampled.logp[row],
+                    sampled.raw_logp[row],
+                    scheduler.version,
+                    sampled.top.get(row),
+                    sampled.support.get(row),
                 )
                 if finish_reason is not None:
                     scheduler.finish(request)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from etude.records import SamplingParams
 from etude.rollout.sampling import SampledTokens, SamplingState, sample_tokens, uniform_numbers
+from etude.support import decode_set
 
 V = 300
 
@@ -147,6 +148,30 @@ def test_the_likeliest_tokens_are_reported_at_the_temperature_before_the_cut() -
     assert drawn.top[0][0] == likeliest.indices.tolist()
     assert np.allclose(drawn.top[0][1], likeliest.values, atol=1e-6)
     assert drawn.logp == [0.0]
+
+
+def test_the_tokens_that_could_be_drawn_are_reported() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -9.0]])
+
+    def reported(generated: int = 0, ends: tuple[int, ...] = (), **parameters: Any) -> list[int] | None:
+        state = drawing(ends=ends, vocabulary=5, support=True, seed=3, **parameters)
+        encoded = sample_tokens(logits, [state], [generated], [1]).support.get(0)
+        return None if encoded is None else np.flatnonzero(decode_set(encoded, 5)).tolist()
+
+    assert reported() is None
+    assert reported(temperature=0.5) is None
+    assert reported(top_k=3) == [0, 1, 2]
+    assert reported(top_p=0.7) == [0, 1]
+    assert reported(min_p=0.1) == [0, 1, 2]
+    assert reported(top_p=0.7, temperature=3.0) == [0, 1, 2], "the cut is that of the tempered distribution"
+    assert reported(temperature=0.0) == [0]
+    assert reported(temperature=0.0, top_k=3, logit_bias={0: -math.inf}) == [1]
+    assert reported(logit_bias={1: -math.inf}) == [0, 2, 3, 4]
+    assert reported(logit_bias={4: 20.0}, top_k=1) == [4]
+    assert reported(min_tokens=2, ends=(0,), generated=1) == [1, 2, 3, 4]
+    assert reported(min_tokens=2, ends=(0,), generated=2) is None
+    silent = sample_tokens(logits, [drawing(vocabulary=5, top_k=3)], [0], [1])
+    assert silent.support == {}, "nobody asked"
 
 
 def test_a_row_is_sampled_the_same_in_any_batch() -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from etude.chat import MessageDelta
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.records import Completion, Message, SamplingParams
+from etude.support import Support
 
 if TYPE_CHECKING:
     from etude.agents.proxy.request_fields import FieldRules, RequestFields
@@ -240,6 +241,11 @@ class CompletionChunk(Protocol):
     @property
     def completion(self) -> Completion | None:
         """The whole completion; only in the last chunk."""
+        ...
+
+    @property
+    def support(self) -> Support | None:
+        """The sets of tokens that could be drawn, if some were not the whole vocabulary."""
         ...
 
 

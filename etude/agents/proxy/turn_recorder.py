@@ -17,6 +17,7 @@ from etude.errors import IllegalTransitionError, NotFoundError
 from etude.observe import get_logger
 from etude.records import Completion, SamplingParams, Turn
 from etude.store.queue.rollout_queue import AttemptId, RolloutQueue
+from etude.support import Support
 
 T = TypeVar("T")
 
@@ -112,7 +113,9 @@ class TurnRecorder:
             ids, logp, version = (
                 np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "logp", "version")
             )
-            await self.record_turn(call, Completion(ids, logp, version, "abort", tokenizer.decode(ids)), began)
+            support = Support.concat([chunk.support or len(chunk.ids) for chunk in chunks])
+            completion = Completion(ids, logp, version, "abort", tokenizer.decode(ids), support=support)
+            await self.record_turn(call, completion, began)
 
         self._start_write(_log_errors(attempt_id, record()))
 
