@@ -8,6 +8,7 @@ from etude.batch.meta import BatchMeta
 from etude.batch.pack import Pack
 from etude.batch.schema import BatchSchema
 from etude.batch.serialization import from_bytes, to_bytes
+from etude.batch.support_sets import SupportSets
 
 __all__ = [
     "COLUMNS",
@@ -18,6 +19,7 @@ __all__ = [
     "Column",
     "ColumnKind",
     "Pack",
+    "SupportSets",
     "from_bytes",
     "ranges",
     "to_bytes",

@@ -26,8 +26,10 @@ from etude.batch import checks
 from etude.batch.columns import Column, ColumnKind, ranges
 from etude.batch.schema import BatchSchema
 from etude.batch.split import split_rollouts
+from etude.batch.support_sets import SupportSets
 from etude.errors import BatchError, MissingColumnError
 from etude.records import Rollout, Sample
+from etude.support import Support
 
 _TOKEN, _TOKEN_K, _UNIT = ({"kind": kind} for kind in (ColumnKind.TOKEN, ColumnKind.TOKEN_K, ColumnKind.UNIT))
 
@@ -63,6 +65,8 @@ class Batch:
     """int32: the policy version that sampled the token."""
     behavior_logp: Tensor | None = field(default=None, metadata=_TOKEN)
     """log μ: the sampler's log-prob of the token. Immutable."""
+    support: Tensor | None = field(default=None, metadata=_TOKEN)
+    """int32: the place in `support_sets` of the tokens that the sampler could draw from; -1 is the whole vocabulary."""
     old_logp: Tensor | None = field(default=None, metadata=_TOKEN)
     """log π_old: the trainer's log-prob at the start of the step."""
     ref_logp: Tensor | None = field(default=None, metadata=_TOKEN)
@@ -113,6 +117,9 @@ class Batch:
     """[U] int64: the player of a game."""
     rollout_id: Tensor | None = field(default=None, metadata=_UNIT)
     """[U] int64: the run-wide name of the rollout; random choices are keyed by it, errors cite it."""
+
+    support_sets: SupportSets | None = None
+    """The sets that `support` names, each once."""
 
     extra: Mapping[str, Column] = field(default_factory=dict)
     """The columns of plug-ins: numbers of the tasks (`data.batch_columns`), and what a program adds."""
@@ -222,7 +229,8 @@ class Batch:
         """Return the same batch on another device."""
         layout = {name: self.__dict__[name].to(device) for name in ("offsets", "unit", "group")}
         columns = {name: Column(column.kind, column.tensor.to(device)) for name, column in self.columns()}
-        return self._replace_unchecked(layout | _column_fields(columns))
+        sets = None if self.support_sets is None else self.support_sets.to(device)
+        return self._replace_unchecked(layout | _column_fields(columns) | {"support_sets": sets})
 
     def select(self, rollouts: Tensor | Sequence[int]) -> Batch:
         """Return these rollouts (indices, or a mask), in this order, with all their rows.
@@ -243,7 +251,10 @@ class Batch:
             name: Column(column.kind, column.tensor[units if column.kind is ColumnKind.UNIT else tokens])
             for name, column in self.columns()
         }
-        return self._replace_unchecked(layout | _column_fields(columns))
+        changes = layout | _column_fields(columns)
+        if self.support_sets is not None:
+            changes["support"], changes["support_sets"] = self.support_sets.select(changes["support"])
+        return self._replace_unchecked(changes)
 
     def split(self, parts: int, by: str = "rollout") -> list[Batch]:
         """Split into batches of whole rollouts (or whole groups), in order, with about as many tokens each.
@@ -259,6 +270,7 @@ class Batch:
         """Join batches in order. Groups stay separate: equal numbers in two batches are two groups."""
         if not batches:
             raise BatchError("An empty list of batches cannot be joined: at least one is needed.")
+        batches = _share_support(batches)
         first = batches[0]
         kinds = {name: column.kind for name, column in first.columns()}
         for i, other in enumerate(batches):
@@ -305,6 +317,7 @@ class Batch:
         form = own if form is None else form.check_part(own, rows=bool(ordered), rollouts=bool(rollouts))
         lengths = [len(row.ids) for row in ordered]
         paid = [np.zeros(len(row.ids)) if row.reward is None else row.reward for row in ordered]
+        support = Support.concat([row.support or len(row.ids) for row in ordered])
         seen = [np.zeros(len(row.ids), np.bool_) if row.observation is None else row.observation for row in ordered]
         labels = np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1]
 
@@ -332,6 +345,8 @@ class Batch:
             turn=flat("turn", np.int32),
             version=flat("version", np.int32),
             behavior_logp=flat("logp", np.float32),
+            support=None if support is None else torch.from_numpy(support.index.copy()),
+            support_sets=None if support is None else SupportSets.from_support(support),
             token_reward=token_reward,
             reward=reward,
             metric=reward.index_add(0, unit.repeat_interleave(column(lengths)), token_reward),
@@ -348,6 +363,23 @@ class Batch:
                 for name in form.column_names
             },
         )
+
+
+def _share_support(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the batches with places in one table of sets, if any has sets. One without has the whole vocabulary."""
+    tables = [batch.support_sets for batch in batches if batch.support_sets is not None]
+    if not tables:
+        return list(batches)
+    joined = SupportSets.concat(tables)
+    shared = []
+    before = 0
+    for batch in batches:
+        places = batch.support
+        if places is None:
+            places = torch.full_like(batch.ids, -1)
+        shared.append(batch.replace(support=torch.where(places < 0, -1, places + before), support_sets=joined))
+        before += 0 if batch.support_sets is None else len(batch.support_sets.kind)
+    return shared
 
 
 def _places(samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> dict[int, int]:

@@ -40,6 +40,8 @@ def check_layout(batch: Batch) -> None:
             f"An empty batch trains nothing: it has {batch.num_rows} rows and no rollout that they belong to. "
             f"Collect at least one before building it."
         )
+    if (batch.support is None) != (batch.support_sets is None):
+        raise BatchError("A batch has the column `support` and its table `support_sets` together, or neither.")
     _check_rows(batch)
     if batch.num_rows:
         wrong = ((batch.unit < 0) | (batch.unit >= batch.num_rollouts)).nonzero()

@@ -21,12 +21,14 @@ from torch import Tensor
 
 from etude.batch.batch import COLUMNS, Batch
 from etude.batch.columns import Column, ColumnKind
+from etude.batch.support_sets import SupportSets
 from etude.errors import BatchError
 
 _MAGIC = b"ETUDEBATCH1\n"
 _PREFIX = len(_MAGIC) + 8
 _ALIGN = 64
 _LAYOUT = ("offsets", "unit", "group")
+_SETS = {"support_sets.kind": "kind", "support_sets.offsets": "offsets", "support_sets.data": "data"}
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -48,6 +50,8 @@ def to_bytes(batch: Batch) -> bytearray:
     """Serialize the whole batch into one buffer; `from_bytes` inverts it."""
     columns = dict(batch.columns())
     tensors = {name: getattr(batch, name) for name in _LAYOUT} | {name: c.tensor for name, c in columns.items()}
+    if batch.support_sets is not None:
+        tensors |= {name: getattr(batch.support_sets, key) for name, key in _SETS.items()}
     kinds = {name: column.kind.value for name, column in columns.items()}
     layout = []
     buffers = []
@@ -113,6 +117,8 @@ def _decode_batch(head: dict[str, Any], columns: memoryview) -> Batch:
             values[name] = tensors[name]
         else:
             extra[name] = Column(ColumnKind(kind), tensors[name])
+    if all(name in tensors for name in _SETS):
+        values["support_sets"] = SupportSets(**{key: tensors[name] for name, key in _SETS.items()})
     return Batch(model=head["model"], part_names=tuple(head["part_names"]), extra=extra, **values)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from etude.models.model import Model
+from etude.models.token_sets import TokenSets
 
 CHUNK = 1024
 """The largest number of rows of logits at a time."""
@@ -23,31 +24,57 @@ because each chunk reads and writes the whole gradient of the head."""
 LogitChunkFn = Callable[[Tensor, int, int], tuple[Tensor, ...]]
 
 
-def map_logit_chunks(model: Model, hidden: Tensor, fn: LogitChunkFn, chunk: int | None = None) -> tuple[Tensor, ...]:
+def map_logit_chunks(
+    model: Model, hidden: Tensor, fn: LogitChunkFn, chunk: int | None = None, sets: TokenSets | None = None
+) -> tuple[Tensor, ...]:
     """Apply `fn(logits[start:stop], start, stop)` to each chunk of rows; return the results end to end: tensors [N, …].
 
+    sets: the tokens that each row's token was drawn from. The logits of all others are -inf.
     `fn` is differentiated through the logits, and called again in the backward pass; both calls must give the same.
     Other tensors that it reads are constants.
     """
-    out: tuple[Tensor, ...] = _LogitChunks.apply(model, fn, chunk or _chunk_rows(model), hidden, *_weights(model))  # type: ignore[no-untyped-call]
+
+    def restricted(logits: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
+        return fn(logits if sets is None else sets.restrict(logits, start), start, stop)
+
+    out: tuple[Tensor, ...] = _LogitChunks.apply(
+        model, restricted, chunk or _chunk_rows(model), hidden, *_weights(model)
+    )  # type: ignore[no-untyped-call]
     return out
 
 
 def token_logp(
-    model: Model, hidden: Tensor, ids: Tensor, temperature: float = 1.0, *, chunk: int | None = None
+    model: Model,
+    hidden: Tensor,
+    ids: Tensor,
+    temperature: float = 1.0,
+    *,
+    chunk: int | None = None,
+    sets: TokenSets | None = None,
 ) -> Tensor:
-    """[N, H], [N] → [N]: log π of each row's token."""
+    """[N, H], [N] → [N]: log π of each row's token, among the tokens of its set."""
     logp: Tensor
-    logp, _ = _LogpEntropy.apply(model, ids, temperature, chunk or _chunk_rows(model), False, hidden, *_weights(model))  # type: ignore[no-untyped-call]
+    logp, _ = _LogpEntropy.apply(
+        model, ids, temperature, chunk or _chunk_rows(model), False, sets, hidden, *_weights(model)
+    )  # type: ignore[no-untyped-call]
     return logp
 
 
 def logp_and_entropy(
-    model: Model, hidden: Tensor, ids: Tensor, temperature: float = 1.0, *, chunk: int | None = None
+    model: Model,
+    hidden: Tensor,
+    ids: Tensor,
+    temperature: float = 1.0,
+    *,
+    chunk: int | None = None,
+    sets: TokenSets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """[N, H], [N] → [N], [N]: log π of each row's token, and the entropy of the row's distribution."""
+    """[N, H], [N] → [N], [N]: log π of each row's token, and the entropy of the row's distribution.
+
+    sets: the tokens that each row's token was drawn from; both are of the distribution over these.
+    """
     both: tuple[Tensor, Tensor] = _LogpEntropy.apply(
-        model, ids, temperature, chunk or _chunk_rows(model), True, hidden, *_weights(model)
+        model, ids, temperature, chunk or _chunk_rows(model), True, sets, hidden, *_weights(model)
     )  # type: ignore[no-untyped-call]
     return both
 
@@ -129,6 +156,7 @@ class _LogpEntropy(torch.autograd.Function):
         temperature: float,
         chunk: int,
         entropy: bool,
+        sets: TokenSets | None,
         hidden: Tensor,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
@@ -138,12 +166,15 @@ class _LogpEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             scaled = _scaled(model.logits(hidden[rows]), temperature)
+            if sets is not None:
+                sets.restrict_(scaled, start)
             total[rows] = scaled.logsumexp(1)
             logp[rows] = scaled.gather(1, ids[rows].long()[:, None])[:, 0] - total[rows]
             if spread is not None:
                 spread[rows] = _entropy(scaled, total[rows])
         ctx.model = model
         ctx.temperature = temperature
+        ctx.sets = sets
         ctx.chunk = chunk
         ctx.save_for_backward(ids, total, spread, hidden, *weights)
         return logp, spread
@@ -153,12 +184,14 @@ class _LogpEntropy(torch.autograd.Function):
         ids, total, spread, hidden, *weights = ctx.saved_tensors
         of_logp, of_entropy = grads
         model = ctx.model
-        into = _HeadGradients(hidden, tuple(weights), ctx.needs_input_grad[5:])
+        into = _HeadGradients(hidden, tuple(weights), ctx.needs_input_grad[6:])
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             logits = model.logits(hidden[rows])
             # the gradient of a cap needs the capped logits at the end; without a cap they may be overwritten
             grad = _scaled(logits if model.logit_cap is None else logits.clone(), ctx.temperature)
+            if ctx.sets is not None:
+                ctx.sets.restrict_(grad, start)
             grad.sub_(total[rows, None])
             if spread is not None and of_entropy is not None:
                 # ∂H/∂z = −p (log p + H); a logit of −∞ has p = 0 and no gradient
@@ -173,7 +206,7 @@ class _LogpEntropy(torch.autograd.Function):
                 grad.scatter_add_(1, ids[rows].long()[:, None], of_logp[rows, None])
             grad.mul_(1 / ctx.temperature)
             into.add(rows, hidden[rows], model.logits_backward(grad, logits).to(hidden.dtype))
-        return None, None, None, None, None, *into.all()
+        return None, None, None, None, None, None, *into.all()
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

@@ -20,7 +20,7 @@ from etude.algorithms.view import Ranks, flatnonzero
 from etude.batch import Batch, Column, ColumnKind, Pack
 from etude.data.pack import micro_batches
 from etude.errors import BatchError
-from etude.models import Model, PackedAttention, logp_and_entropy, map_logit_chunks, token_logp
+from etude.models import Model, PackedAttention, TokenSets, logp_and_entropy, map_logit_chunks, token_logp
 
 OutputFn = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 ComputeFn = Callable[[], dict[str, Tensor]]
@@ -133,7 +133,10 @@ class ForwardPass:
                 top = None if top_ids is None else top_ids[rows]
                 reference_hidden = self._reference_hidden(pack, before) if "full_kl" in wanted else None
                 own_hidden = hidden.index_select(0, before)
-                outputs = self._compute_outputs(own_hidden, batch.ids[rows], top, tokenwise, reference_hidden)
+                sets = None
+                if batch.support is not None and batch.support_sets is not None:
+                    sets = TokenSets(batch.support[rows], batch.support_sets)
+                outputs = self._compute_outputs(own_hidden, batch.ids[rows], top, tokenwise, reference_hidden, sets)
                 for name, values in outputs.items():
                     columns[name] = _scatter(self._gather_rows(values, len(at)), at, batch.num_tokens)
             if "score" in wanted:
@@ -216,13 +219,19 @@ class ForwardPass:
         return torch.full(shape if top is None else (*shape, top.shape[1] + 1), torch.nan, device=batch.device)
 
     def _compute_outputs(
-        self, hidden: Tensor, ids: Tensor, top: Tensor | None, wanted: frozenset[str], reference_hidden: Tensor | None
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        top: Tensor | None,
+        wanted: frozenset[str],
+        reference_hidden: Tensor | None,
+        sets: TokenSets | None,
     ) -> dict[str, Tensor]:
         """[N, …] of each: compute outputs per token. The common two have a hand-written gradient."""
         if wanted == {"logp"}:
-            return {"logp": token_logp(self.model, hidden, ids, self.temperature)}
+            return {"logp": token_logp(self.model, hidden, ids, self.temperature, sets=sets)}
         if wanted <= {"logp", "entropy"}:
-            logp, entropy = logp_and_entropy(self.model, hidden, ids, self.temperature)
+            logp, entropy = logp_and_entropy(self.model, hidden, ids, self.temperature, sets=sets)
             return {name: {"logp": logp, "entropy": entropy}[name] for name in sorted(wanted)}
         names = sorted(wanted)
 
@@ -235,12 +244,14 @@ class ForwardPass:
                 if name in OUTPUT_FUNCTIONS
             }
             if reference_hidden is not None and self.reference is not None:
-                outputs["full_kl"] = logit_functions.full_kl(
-                    logits, self.reference.logits(reference_hidden[start:stop]), self.temperature
-                )
+                reference = self.reference.logits(reference_hidden[start:stop])
+                if sets is not None:
+                    sets.restrict_(reference, start)
+                outputs["full_kl"] = logit_functions.full_kl(logits, reference, self.temperature)
             return tuple(outputs[name] for name in names)
 
-        return dict(zip(names, map_logit_chunks(self.model, hidden, compute_chunk), strict=True))
+        sets = None if "value" in wanted else sets  # the scores of a critic are of no vocabulary
+        return dict(zip(names, map_logit_chunks(self.model, hidden, compute_chunk, sets=sets), strict=True))
 
 
 def iterate_micro_batches(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from etude.algorithms import logits as plain
-from etude.models import Model, create, logp_and_entropy, map_logit_chunks, tiny_config, token_logp
+from etude.batch import SupportSets
+from etude.models import Model, TokenSets, create, logp_and_entropy, map_logit_chunks, tiny_config, token_logp
+from etude.support import Support, encode_set
 
 ROWS, TEMPERATURE = 23, 0.7
 
@@ -68,6 +71,43 @@ def test_log_probs_and_entropies_equal_those_of_the_logits(sizes: dict[str, Any]
     logits = model.logits(hidden)
     expected_gradients = gradients(model, hidden, (plain.token_logp(logits, ids, TEMPERATURE),))
     torch.testing.assert_close(gradients(model, hidden, (logp_alone,)), expected_gradients, atol=1e-11, rtol=1e-11)
+
+
+def random_sets(ids: Tensor, vocabulary: int) -> tuple[TokenSets, Tensor]:
+    """Return a set of each form for the rows in turn, each with the row's id; and all of them as masks [N, V]."""
+    numbers = np.random.default_rng(5)
+    masks = numbers.random((len(ids), vocabulary)) < np.resize([0.02, 0.5, 0.97, 0.0, 1.0], len(ids))[:, None]
+    masks[np.arange(len(ids)), ids.numpy()] = True
+    support = Support.build([encode_set(mask) for mask in masks])
+    assert support is not None
+    return TokenSets(torch.tensor(support.index), SupportSets.from_support(support)), torch.from_numpy(masks)
+
+
+@pytest.mark.parametrize("sizes", [{}, SOFTCAPPED], ids=["plain", "softcap"])
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_a_row_with_a_set_has_the_distribution_over_its_set(sizes: dict[str, Any], chunk: int) -> None:
+    model = model_of(**sizes)
+    hidden, ids = random_inputs(model)
+    sets, masks = random_sets(ids, model.vocab_size)
+    logits = model.logits(hidden).masked_fill(~masks, -torch.inf)
+    expected = plain.token_logp(logits, ids, TEMPERATURE), plain.entropy(logits, TEMPERATURE)
+    assert (expected[0][3::5] == 0).all(), "a set of one token leaves no choice"
+    expected_gradients = gradients(model, hidden, expected)
+    result = logp_and_entropy(model, hidden, ids, TEMPERATURE, chunk=chunk, sets=sets)
+    torch.testing.assert_close(result, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(gradients(model, hidden, result), expected_gradients, atol=1e-11, rtol=1e-11)
+    other = map_logit_chunks(
+        model,
+        hidden,
+        lambda logits, start, stop: (
+            plain.token_logp(logits, ids[start:stop], TEMPERATURE),
+            plain.entropy(logits, TEMPERATURE),
+        ),
+        chunk,
+        sets,
+    )
+    torch.testing.assert_close(other, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(gradients(model, hidden, other), expected_gradients, atol=1e-11, rtol=1e-11)
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,11 +42,17 @@ def engine_of(model: Model, *, merge: bool = False) -> Iterator[TorchEngine]:
         engine.close()
 
 
-def collected(engine: TorchEngine, temperature: float) -> tuple[Batch, list[Completion]]:
-    """Return groups of answers to prompts of several lengths, as a batch."""
+def collected(engine: TorchEngine, temperature: float, *others: Mapping[str, Any]) -> tuple[Batch, list[Completion]]:
+    """Return groups of answers to prompts of several lengths, as a batch. others: parameters for the answers in
+    turn."""
     chance = np.random.default_rng(0)
     prompts = [chance.integers(0, VOCABULARY, 5 + 3 * g, dtype=np.int32) for g in range(GROUPS) for _ in range(SIZE)]
-    params = [SamplingParams(max_tokens=4 + i, temperature=temperature, seed=i) for i in range(len(prompts))]
+    params = [
+        SamplingParams(
+            max_tokens=4 + i, temperature=temperature, seed=i, **dict(others[i % len(others)] if others else {})
+        )
+        for i in range(len(prompts))
+    ]
     completions = engine.generate_all(prompts, params)
     rows = [
         sample
@@ -76,6 +85,35 @@ def test_trainer_and_sampler_agree(family: str, temperature: float) -> None:
         batch, completions = collected(engine, temperature)
     assert gap(learner.annotate(batch, frozenset({"old_logp"}))) < TOLERANCE["fp32"]
     assert all(c.raw_logp is not None and len(c.raw_logp) == len(c.ids) for c in completions)
+
+
+FILTERS: tuple[Mapping[str, Any], ...] = (
+    {"top_p": 0.8},
+    {"top_k": 5},
+    {"min_p": 0.3},
+    {"top_p": 0.9, "top_k": 20, "min_p": 0.05},
+    {"logit_bias": {3: -math.inf, 7: -math.inf}},
+    {"min_tokens": 3, "stop_ids": (9, 11)},
+    {},
+)
+
+
+def test_the_trainer_replays_the_sets_that_the_sampler_drew_from() -> None:
+    model = create(tiny_config(VOCABULARY, layers=2, hidden=32, heads=4, kv_heads=2), seed=1)
+    learner = Learner(model, TrainConfig(precision="fp32", max_tokens_per_micro_batch=64), temperature=0.7)
+    with engine_of(model) as engine:
+        batch, completions = collected(engine, 0.7, *({**filters, "support": True} for filters in FILTERS))
+    assert {completion.support is None for completion in completions} == {True, False}
+    columns = frozenset({"old_logp", "entropy", "sum_pi_squared"})
+    annotated = learner.annotate(batch, columns)
+    assert gap(annotated) < TOLERANCE["fp32"]
+    without = learner.annotate(replace(batch, support=None, support_sets=None), columns)
+    assert gap(without) > 0.1, "over the whole vocabulary these tokens are less likely"
+    assert annotated.support is not None and without.entropy is not None and annotated.entropy is not None
+    bound = batch.action & (annotated.support >= 0)
+    assert (annotated.entropy < without.entropy + 1e-6)[bound].all()
+    free = batch.action & ~bound
+    torch.testing.assert_close(annotated.entropy[free], without.entropy[free])
 
 
 @pytest.mark.parametrize("precision", ["bf16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp32", "fp64"))])
