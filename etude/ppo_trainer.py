@@ -204,7 +204,7 @@ class PPOTrainer:
         longest = max(len(self._ids(self._dataset.task(row, row))) for row in range(len(self._dataset)))
         precision = next(name for name, dtype in PRECISIONS.items() if dtype == model.dtype)
         self.run = config.compose_run(**{"train.precision": precision, "data.max_prompt_length": longest})
-        if self.run.uses_teacher():
+        if self.run.uses_teacher:
             raise ConfigError("A teacher is a model directory: train on one with `etude train distillation`.")
         if self.run.required_columns() & UNSUPPORTED_COLUMNS:
             raise ConfigError(
@@ -373,11 +373,11 @@ def _wrap_reward(reward: Any, device: torch.device) -> Any:
 def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
     """Build the worker that trains the policy. The reference and the critic begin as copies of the model."""
     reference = critic = None
-    if run.uses_reference():
+    if run.uses_reference:
         reference = FrozenModel(
             model.copy(), run.train.max_tokens_per_micro_batch, temperature=run.sampling.temperature
         )
-    if run.uses_critic():
+    if run.uses_critic:
         critic = copy_with_score_head(model, model.dtype)
         trained = run.critic.train.model_copy(update={"precision": run.train.precision})
         run = run.model_copy(update={"critic": run.critic.model_copy(update={"train": trained})})

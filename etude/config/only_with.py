@@ -1,12 +1,15 @@
 """Rules across options, beside the option: it has an effect only with some values of another one.
 
 metric: Annotated[str, OnlyWith("collect.refill", bool, "needs `collect.refill`. Leave it out.")] = Field(…)
+
+A mark on a section is for all its options. Of several marks on one field, the first that forbids it is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel
@@ -19,25 +22,35 @@ class OnlyWith:
     """Marks an option that another one must allow to differ from its default."""
 
     option: str
-    """The dotted path of the other option, from the root."""
+    """The dotted path of the other option, or of a property, from the root."""
     allows: Callable[[Any], bool]
     """Returns whether the option has an effect with this value of the other one."""
     otherwise: str
     """The rest of the sentence that begins with the option and its value; `{other}` is the other one's value."""
 
 
-def idle_options(root: BaseModel) -> Iterator[ConfigError]:
-    """Yield a problem for each option that differs from its default and has no effect."""
+def idle_options(root: BaseModel, sections: Collection[str] = ()) -> Iterator[ConfigError]:
+    """Yield a problem for each option that differs from its default and has no effect.
+
+    sections: the names of those to check; all, if there are none.
+    """
     for path, section, name in _fields(root, ""):
         field = type(section).model_fields[name]
         value = getattr(section, name)
+        if value == field.default or (sections and path.partition(".")[0] not in sections):
+            continue
         for mark in (one for one in field.metadata if isinstance(one, OnlyWith)):
-            other: Any = root
-            for part in mark.option.split("."):
-                other = getattr(other, part)
-            if value != field.default and not mark.allows(other):
-                shown = str(value).lower() if isinstance(value, bool) else value
-                yield ConfigError(f"`{path}={shown}` {mark.otherwise.format(other=other)}")
+            other = attrgetter(mark.option)(root)
+            if not mark.allows(other):
+                yield ConfigError(f"`{_shown(path, value)}` {mark.otherwise.format(other=other)}")
+                break
+
+
+def _shown(path: str, value: object) -> str:
+    """Return an option with its value, or the name of a section."""
+    if isinstance(value, BaseModel):
+        return path
+    return f"{path}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _fields(options: BaseModel, prefix: str) -> Iterator[tuple[str, BaseModel, str]]:

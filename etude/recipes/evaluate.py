@@ -17,12 +17,13 @@ from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from etude.chat import PromptReader
 from etude.config import Config
+from etude.config.only_with import OnlyWith
 from etude.data import Dataset
 from etude.observe import Mean, Metrics, Sum
 from etude.recipes.collect.player import AttemptPlayer
@@ -30,13 +31,42 @@ from etude.recipes.collect.sampling import EvaluationSampling, SamplingConfig, d
 from etude.recipes.event_loop import LoopThread
 from etude.records import Outcome, SamplingParams, Task
 from etude.rewards import Judge
+from etude.rollout import ServerConfig
+
+BESIDE = "lets the trainer go on while the policy is scored"
+KEEP_ADAPTERS = "`rollout=vllm`, `rollout.adapters=only` and a `lora.rank`"
 
 
 class EvaluationConfig(Config):
     """Options of the scoring on `data.val`."""
 
     every: int = Field(0, ge=0, description="score every n steps, and after the last; 0 scores after the last only")
-    when: Literal["between", "beside"] = Field(
+    when: Annotated[
+        Literal["between", "beside"],
+        OnlyWith(
+            "agent.path",
+            lambda agent: agent is None,
+            f"{BESIDE}, and an agent's calls are drawn by the newest weights. Leave it out.",
+        ),
+        OnlyWith(
+            "rollout",
+            lambda engine: isinstance(engine, ServerConfig),
+            f"{BESIDE}, and the embedded engine has one version of the weights, which the next publish replaces. Leave "
+            f"it out, or have servers keep an adapter for each version: {KEEP_ADAPTERS}.",
+        ),
+        OnlyWith(
+            "rollout.adapters",
+            lambda adapters: adapters == "only",
+            f"{BESIDE}, and each publish replaces the weights of all servers. Leave it out, or have them keep an "
+            f"adapter for each version: {KEEP_ADAPTERS}.",
+        ),
+        OnlyWith(
+            "max_staleness",
+            bool,
+            f"{BESIDE}, and with `max_staleness=0` servers keep one adapter, and the trainer waits for the answers of "
+            "each step. Leave it out, or set `max_staleness=1` or more.",
+        ),
+    ] = Field(
         "between",
         description="`between`: the trainer waits for the scores; `beside`: it goes on, with servers that keep an "
         "adapter for each policy version",

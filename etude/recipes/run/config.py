@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from etude.algorithms import AlgorithmConfig
 from etude.algorithms.losses.supervised import ValueLoss
 from etude.config import Choice, Config
+from etude.config.only_with import OnlyWith
 from etude.config.resume_marks import MAY_CHANGE, SETS_LENGTH
 from etude.data import DataConfig
 from etude.errors import ConfigError
@@ -74,12 +75,42 @@ class Run(Recipe, AlgorithmConfig):
     }
 
     recipe: Literal["train"] = Field("train", description="the command that these options are for")
-    reference: ReferenceConfig = Field(ReferenceConfig(), description="the policy that `kl` compares with")
-    teacher: TeacherConfig = Field(TeacherConfig(), description="the model that `advantage=distillation` imitates")
-    critic: CriticConfig = Field(CriticConfig(), description="the value model of `advantage=gae`")
+    reference: Annotated[
+        ReferenceConfig,
+        OnlyWith(
+            "uses_reference",
+            bool,
+            "names a reference policy, and nothing here compares with one. Choose a `kl`, such as `kl=reverse`, or "
+            "leave it out.",
+        ),
+    ] = Field(ReferenceConfig(), description="the policy that `kl` compares with")
+    teacher: Annotated[
+        TeacherConfig,
+        OnlyWith(
+            "uses_teacher",
+            bool,
+            "names a teacher, and this advantage uses none. Choose `advantage=distillation`, or leave it out.",
+        ),
+    ] = Field(TeacherConfig(), description="the model that `advantage=distillation` imitates")
+    critic: Annotated[
+        CriticConfig,
+        OnlyWith(
+            "uses_critic",
+            bool,
+            "has options, and this advantage uses no critic. Choose `advantage=gae`, or leave it out.",
+        ),
+    ] = Field(CriticConfig(), description="the value model of `advantage=gae`")
     placement: PlacementConfig = Field(PlacementConfig(), description="the device of each model")
     data: DataConfig = Field(DataConfig(), description="the tasks")
-    env: EnvConfig = Field(EnvConfig(), description="the environment and tools of multi-turn rollouts")
+    env: Annotated[
+        EnvConfig,
+        OnlyWith(
+            "env",
+            lambda env: env.is_enabled,
+            "has options, and names neither environment nor tools: they would do nothing. Give `env.path` or "
+            "`env.tools`, or leave them out.",
+        ),
+    ] = Field(EnvConfig(), description="the environment and tools of multi-turn rollouts")
     agent: AgentConfig = Field(AgentConfig(), description="the agent that makes the rollouts, and its limits")
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(
         REWARDS["exact_match"](),
@@ -163,25 +194,33 @@ class Run(Recipe, AlgorithmConfig):
         longest = self.data.max_prompt_length + self.sampling.max_tokens
         return longest, "a lower `data.max_prompt_length` or `sampling.max_tokens`"
 
+    @property
     def uses_reference(self) -> bool:
-        """Return whether the policy is compared with a reference."""
+        """True if the policy is compared with a reference."""
         return bool(self.required_columns() & REFERENCE_COLUMNS)
 
+    @property
     def uses_teacher(self) -> bool:
-        """Return whether the policy is trained on a teacher."""
+        """True if the policy is trained on a teacher."""
         return bool(self.required_columns() & TEACHER_COLUMNS)
 
+    @property
     def uses_critic(self) -> bool:
-        """Return whether a critic predicts returns."""
+        """True if a critic predicts returns."""
         return bool(self.required_columns() & CRITIC_COLUMNS)
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """True if a model in this process computes rewards."""
+        return bool(model_rewards(self.reward))
 
     def active_roles(self) -> frozenset[str]:
         """Return the roles that have a model in this run, besides the policy."""
         present = {
-            "reference": self.uses_reference(),
-            "teacher": self.uses_teacher(),
-            "critic": self.uses_critic(),
-            "reward": bool(model_rewards(self.reward)),
+            "reference": self.uses_reference,
+            "teacher": self.uses_teacher,
+            "critic": self.uses_critic,
+            "reward": self.uses_reward_model,
         }
         return frozenset(role for role, is_there in present.items() if is_there)
 
@@ -193,7 +232,7 @@ class Run(Recipe, AlgorithmConfig):
         is made for it alone. The critic is trained against its earlier predictions, so its columns are included.
         """
         columns = self.required_columns() & MODEL_COLUMNS
-        if self.uses_critic():
+        if self.uses_critic:
             columns |= self.critic.loss.required_columns() & CRITIC_COLUMNS
         if self.correction.policies == "two":
             return columns

@@ -71,7 +71,7 @@ def _check_algorithm(options: ReplayOptions) -> None:
     """Refuse an algorithm that needs what the run has not recorded."""
     recorded, changed = options.recorded, options.changed
     needed = changed.required_columns()
-    if changed.uses_critic() and not recorded.uses_critic():
+    if changed.uses_critic and not recorded.uses_critic:
         raise ConfigError(
             "This advantage needs a critic, and the run has trained none: its predictions would mean nothing. Choose "
             "an advantage without a critic, such as `advantage=rloo`."

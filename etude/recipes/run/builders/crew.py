@@ -92,11 +92,11 @@ class RankBuilder:
         auxiliary = AuxiliaryLoader(run, policy, mesh)
         temperature = run.sampling.temperature
         reference = teacher = critic = None
-        if run.uses_reference():
+        if run.uses_reference:
             reference = auxiliary.load_reference(run.reference.path, temperature)
-        if run.uses_teacher():
+        if run.uses_teacher:
             teacher = auxiliary.load_frozen("teacher", run.teacher.path, temperature)
-        if run.uses_critic():
+        if run.uses_critic:
             critic = auxiliary.load_critic(run.critic)
         return build_policy_worker(run, policy, engine, reference=reference, teacher=teacher, critic=critic)
 

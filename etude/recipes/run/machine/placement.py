@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from etude.config import Config
+from etude.config.only_with import OnlyWith
 from etude.config.resume_marks import MAY_CHANGE
 from etude.config.together import told_together
 from etude.errors import ConfigError
@@ -38,14 +39,22 @@ class PlacementConfig(Config):
         description="colocated: the engine is on the policy's device, and `train.engine=local` shares the weights with "
         "it; split: it has its own of both",
     )
-    reference: Annotated[str, MAY_CHANGE] = Field(
-        "policy", pattern=DEVICE_PATTERN, description="device of the reference: policy, engine, cpu, cuda:K"
-    )
-    teacher: Annotated[str, MAY_CHANGE] = Field("policy", pattern=DEVICE_PATTERN, description="device of the teacher")
-    critic: Annotated[str, MAY_CHANGE] = Field("policy", pattern=DEVICE_PATTERN, description="device of the critic")
-    reward: Annotated[str, MAY_CHANGE] = Field(
-        "policy", pattern=DEVICE_PATTERN, description="device of the reward model of `reward=reward_model`"
-    )
+    reference: Annotated[
+        str,
+        MAY_CHANGE,
+        OnlyWith("uses_reference", bool, "places the reference, and this run has none. Leave it out."),
+    ] = Field("policy", pattern=DEVICE_PATTERN, description="device of the reference: policy, engine, cpu, cuda:K")
+    teacher: Annotated[
+        str, MAY_CHANGE, OnlyWith("uses_teacher", bool, "places the teacher, and this run has none. Leave it out.")
+    ] = Field("policy", pattern=DEVICE_PATTERN, description="device of the teacher")
+    critic: Annotated[
+        str, MAY_CHANGE, OnlyWith("uses_critic", bool, "places the critic, and this run has none. Leave it out.")
+    ] = Field("policy", pattern=DEVICE_PATTERN, description="device of the critic")
+    reward: Annotated[
+        str,
+        MAY_CHANGE,
+        OnlyWith("uses_reward_model", bool, "places the reward model, and this run has none. Leave it out."),
+    ] = Field("policy", pattern=DEVICE_PATTERN, description="device of the reward model of `reward=reward_model`")
 
 
 def engine_device(placement: PlacementConfig, *, policy: torch.device, ranks: int) -> torch.device:

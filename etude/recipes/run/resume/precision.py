@@ -33,7 +33,7 @@ def resolve_precision(run: R, device: torch.device | None = None) -> R:
     one of this machine.
     """
     precisions = {"train.precision": run.train.precision}
-    if isinstance(run, Run) and run.uses_critic():
+    if isinstance(run, Run) and run.uses_critic:
         precisions["critic.train.precision"] = run.critic.train.precision
     requested = [option for option, precision in precisions.items() if precision == "auto"]
     if not requested:

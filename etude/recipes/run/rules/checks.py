@@ -12,12 +12,11 @@ from etude.dispatch import CrewConfig
 from etude.errors import ConfigError
 from etude.observe import MlflowConfig, ObserveConfig, WandbConfig, get_logger
 from etude.recipes.evaluate import EvaluationConfig
-from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
-from etude.recipes.run.config import CriticConfig, Run
+from etude.recipes.recipe import Recipe
+from etude.recipes.run.config import Run
 from etude.recipes.run.machine.placement import ROLES
 from etude.recipes.run.roles import ENVIRONMENT_COLUMNS
 from etude.recipes.run.rules.batch_columns import check_batch_columns, check_columns_provided
-from etude.recipes.run.rules.evaluation import check_evaluation
 from etude.recipes.run.rules.group_size import TRIAL_REWARDS, trial_advantages
 from etude.recipes.run.rules.placement import check_placement
 from etude.recipes.run.rules.stale_data import check_stale_ratios, check_staleness
@@ -63,21 +62,26 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
         _check_environment,
         check_turns,
         check_staleness,
-        check_evaluation,
         check_batch_columns,
         _check_algorithm_options,
         check_engine,
     ):
         yield from problems_of(check, run)
-    idle, whole = frozenset(ROLES) - run.active_roles(), "full_kl" in run.forward_outputs()
-    yield from problems_of(check_placement, run, idle, whole_distributions=whole)
+    yield from problems_of(check_placement, run)
 
 
 def check_algorithm(run: Run) -> None:
     """Refuse an algorithm that cannot run as configured, and log warnings of unlikely settings."""
-    _check_algorithm_options(run)
+    _check_algorithm_and_models(run)
     for warning in algorithm_warnings(run):
         get_logger("recipes").warning("%s", warning)
+
+
+@told_together
+def _check_algorithm_and_models(run: Run) -> Iterator[ConfigError]:
+    """Refuse an algorithm that cannot run as configured, and auxiliary models that it does not use."""
+    yield from problems_of(_check_algorithm_options, run)
+    yield from idle_options(run, ("reference", "teacher", "critic"))
 
 
 @told_together
@@ -86,7 +90,10 @@ def _check_algorithm_options(run: Run) -> Iterator[ConfigError]:
     yield from problems_of(check_columns_provided, run)
     unbounded = run.allow_unbounded_ratios
     yield from problems_of(check_stale_ratios, run, run.max_staleness, allow_unbounded=unbounded)
-    yield from _find_idle_models(run)
+    if run.uses_teacher and run.teacher.path is None:
+        yield ConfigError(
+            "This advantage needs a teacher, and none is named: give a model directory with `teacher.path=…`."
+        )
     if run.sampling.top_p < 1 or run.sampling.top_k > 0:
         yield ConfigError(
             "`sampling.top_p` and `sampling.top_k` exclude tokens that training does not exclude: the policy would "
@@ -154,7 +161,7 @@ def check_engine(run: Recipe) -> Iterator[ConfigError]:
     engine = run.train.choose_engine(run.ranks)
     if not isinstance(run, Run):
         return
-    if run.uses_critic() and run.critic.train.engine not in ("auto", engine):
+    if run.uses_critic and run.critic.train.engine not in ("auto", engine):
         yield ConfigError(
             f"`critic.train.engine={run.critic.train.engine}`: the critic is on the policy's engine, which is "
             f"`{engine}` here. Leave it out, or set `train.engine`."
@@ -195,28 +202,6 @@ def _idle_options(run: Run) -> list[str]:
     return warnings
 
 
-def _find_idle_models(run: Run) -> Iterator[ConfigError]:
-    """Yield a problem for each auxiliary model that would do nothing, and for an algorithm that lacks one."""
-    if run.reference != ReferenceConfig() and not run.uses_reference():
-        yield ConfigError(
-            "`reference.path` names a reference policy, and nothing here compares with one. Choose a `kl`, such as "
-            "`kl=reverse`, or leave it out."
-        )
-    if run.critic != CriticConfig() and not run.uses_critic():
-        yield ConfigError(
-            "`critic` has options, and this advantage uses no critic. Choose `advantage=gae`, or leave it out."
-        )
-    if run.teacher != TeacherConfig() and not run.uses_teacher():
-        yield ConfigError(
-            "`teacher.path` names a teacher, and this advantage uses none. Choose `advantage=distillation`, or leave "
-            "it out."
-        )
-    if run.uses_teacher() and run.teacher.path is None:
-        yield ConfigError(
-            "This advantage needs a teacher, and none is named: give a model directory with `teacher.path=…`."
-        )
-
-
 @told_together
 def check_agents(run: Run) -> Iterator[ConfigError]:
     """Refuse runs that agents cannot do, and agent options without an agent."""
@@ -254,17 +239,11 @@ def check_agents(run: Run) -> Iterator[ConfigError]:
 def _check_environment(run: Run) -> Iterator[ConfigError]:
     """Refuse an environment that cannot be created, and environment options without one."""
     missing = sorted(run.required_columns() & ENVIRONMENT_COLUMNS)
-    if not run.env.is_enabled:
-        if run.env != type(run.env)():
-            yield ConfigError(
-                "`env` has options, and names neither environment nor tools: they would do nothing. Give `env.path` "
-                "or `env.tools`, or leave them out."
-            )
-        if missing and run.agent.path is None:
-            yield ConfigError(
-                f"This algorithm needs the column `{missing[0]}`: the states in which turns began, which an "
-                "environment provides. Give one with `env.path` or `env.tools`, or choose another advantage."
-            )
+    if missing and not run.env.is_enabled and run.agent.path is None:
+        yield ConfigError(
+            f"This algorithm needs the column `{missing[0]}`: the states in which turns began, which an environment "
+            "provides. Give one with `env.path` or `env.tools`, or choose another advantage."
+        )
     if run.env.path is None and run.agent.path is None and not run.reward.scores_answers:
         yield ConfigError(
             "`reward=environment` leaves rewards to the environment, and there is none that gives rewards. Give one "

@@ -19,23 +19,17 @@ from etude.rollout import ServerConfig
 
 
 @told_together
-def check_placement(run: Run, idle: frozenset[str], *, whole_distributions: bool) -> Iterator[ConfigError]:
-    """Refuse a layout that does not fit this machine, or has no meaning.
-
-    idle: the roles without a model in this run. whole_distributions: whether the reference is called in the middle of
-    each policy update.
-    """
+def check_placement(run: Run) -> Iterator[ConfigError]:
+    """Refuse a layout that does not fit this machine, or has no meaning."""
     placement = run.placement
     device = run.compute_device()
-    for role, title in ROLES.items():
+    for role in ROLES:
         location = getattr(placement, role)
-        if location != "policy" and role in idle:
-            yield ConfigError(f"`placement.{role}={location}` places {title}, and this run has none. Leave it out.")
-        elif location.startswith("cuda:") and device.type == "cpu":
+        if location.startswith("cuda:") and device.type == "cpu":
             yield ConfigError(
                 f"`placement.{role}={location}` is a GPU, and this run computes on the processor. Leave it out."
             )
-    if whole_distributions and placement.reference != "policy":
+    if "full_kl" in run.forward_outputs() and placement.reference != "policy":
         yield ConfigError(
             f"`placement.reference={placement.reference}`: this KL compares whole distributions in the middle of each "
             "update, so the reference must be where the policy is. Leave it out, or choose `kl=reverse`."
@@ -51,7 +45,7 @@ def check_placement(run: Run, idle: frozenset[str], *, whole_distributions: bool
             yield ConfigError(
                 "`rollout.devices` names GPUs for servers, and this run computes on the processor. Leave it out."
             )
-    reward_on_device = "reward" not in idle and placement.reward != "cpu"
+    reward_on_device = run.uses_reward_model and placement.reward != "cpu"
     if reward_on_device and device.type == "cuda" and not torch.cuda.is_available():
         yield ConfigError(
             "The reward model would compute on a GPU, as the ranks do. It runs in the controller's process, and that "

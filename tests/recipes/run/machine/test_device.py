@@ -13,7 +13,6 @@ from etude.integrity import read_text, write_text
 from etude.models import create, save, tiny_config
 from etude.recipes.run.builders.policy import load_policy
 from etude.recipes.run.machine.device import check_precision
-from etude.recipes.run.machine.placement import ROLES
 from etude.recipes.run.rules.placement import check_placement
 from tests.recipes.runs import Captured, faster_in_bf16, refused, refused_run, run_of
 from tests.worlds import make_tokenizer
@@ -54,12 +53,11 @@ def test_ranks_over_ray_may_have_gpus_without_one_at_the_controller(world: Path)
     """This tests the controller only; the ranks themselves have not been run on GPUs."""
     run = run_of(world, device="cuda", cluster="ray", ranks=2)
     assert run.compute_device() == torch.device("cuda")
-    check_placement(run, frozenset(ROLES), whole_distributions=False)
+    check_placement(run)
+    judged = {"device": "cuda", "cluster": "ray", "reward": "reward_model", "reward.path": world}
     with pytest.raises(ConfigError, match=r"The reward model would compute on a GPU.*`placement\.reward=cpu`"):
-        check_placement(run, frozenset(ROLES) - {"reward"}, whole_distributions=False)
-    check_placement(
-        run_of(world, device="cuda", cluster="ray", placement__reward="cpu"), frozenset(), whole_distributions=False
-    )
+        check_placement(run_of(world, **judged))
+    check_placement(run_of(world, placement__reward="cpu", **judged))
 
 
 @NO_GPU

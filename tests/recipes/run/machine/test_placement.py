@@ -127,13 +127,13 @@ def test_impossible_layouts_are_refused_with_the_sum(
 ) -> None:
     run = run_of(world, **options)
     with pytest.raises(ConfigError, match=message):
-        check_placement(run, frozenset(), whole_distributions=False)
+        check_placement(run)
 
 
 def test_servers_get_the_gpus_after_those_of_the_ranks(eight_gpus: None, world: Path) -> None:
     def placed_on(**options: Any) -> tuple[int, ...]:
         run = run_of(world, rollout="vllm", **options)
-        check_placement(run, frozenset(), whole_distributions=False)
+        check_placement(run)
         assert isinstance(run.rollout, ServerConfig)
         return gpus_of_servers(run.rollout, run.own_gpus)
 
@@ -152,7 +152,7 @@ def test_servers_get_the_gpus_after_those_of_the_ranks(eight_gpus: None, world: 
 
 
 def test_gpus_over_ray_are_not_counted_at_the_controller(eight_gpus: None, world: Path) -> None:
-    check_placement(run_of(world, ranks=16, cluster="ray"), frozenset(), whole_distributions=False)
+    check_placement(run_of(world, ranks=16, cluster="ray"))
 
 
 @pytest.mark.parametrize(
