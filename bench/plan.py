@@ -33,7 +33,7 @@ from etude.recipes.registry import RECIPES
 from etude.recipes.run.config import Run
 from etude.recipes.run.loop import train
 from etude.recipes.servers.rank_engines import start_ranks
-from etude.tools.plan.dry_run import ALL_ROLES, dry_run, real_run
+from etude.tools.plan.dry_run import dry_run, real_run
 from etude.tools.plan.planner import add_to_phases, engine_activations
 
 LARGE = {"hidden": 256, "layers": 8}
@@ -170,8 +170,9 @@ def compared(run: Recipe, name: str) -> Compared:
     """Compare the dry run of a case with its real phases, or with a whole run of `etude train`."""
     memory = dry_run(run, torch.device("cpu")).memory
     phases = {phase: memory.peak(phase) for phase in memory.phases}
-    beside = add_to_phases(phases, engine_activations(run, ALL_ROLES, phases), but="sampling")
-    foreseen = max(memory.peak().total, *(peak.total for peak in beside.values()))
+    if isinstance(run, Run) and run.max_staleness:
+        phases = add_to_phases(phases, engine_activations(phases["sampling"]), but="sampling")
+    foreseen = max(memory.peak().total, *(peak.total for peak in phases.values()))
     if name not in TRAINED:
         return Compared(name, foreseen, performed(run))
     assert isinstance(run, Run), "a run that collects"

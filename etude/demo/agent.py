@@ -23,7 +23,6 @@ from etude.demo import storeroom_agent, storeroom_model
 from etude.demo.demo_setup import AGENT_DEMO, compose_demo, create_world, print_conclusion
 from etude.observe import format_seconds, make_console
 from etude.recipes.run.builders.assemble import build
-from etude.recipes.run.config import Run
 from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.loop import run_loop
 from etude.recipes.run.rules.checks import find_warnings
@@ -62,7 +61,7 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
     assert directory is not None, "a demo has a directory"
     console = make_console(run.observe.console)
     began = time.perf_counter() if began is None else began
-    _introduce(console, run)
+    _introduce(console, run.agent.strategy)
     torch.set_num_threads(run.threads or torch.get_num_threads())
     create_world(
         run,
@@ -144,8 +143,8 @@ def _outcome(
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def _introduce(console: Console, run: Run) -> None:
-    runners = "threads of this process" if run.agent.strategy == "shm" else "processes of their own"
+def _introduce(console: Console, strategy: str) -> None:
+    runners = "threads of this process" if strategy == "shm" else "processes of their own"
     lines = (
         f"The task: say how many items of a kind are in a storeroom. `{storeroom_agent.question('figs')}` An agent "
         "that calls find and then count knows; a guess is right one time in ten.",

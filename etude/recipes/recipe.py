@@ -30,7 +30,7 @@ from etude.train import MeshConfig, TrainConfig
 if TYPE_CHECKING:
     import torch
 
-    from etude.rollout import TorchEngineConfig
+    from etude.rollout import ServerConfig, TorchEngineConfig
 
 
 class ModelSource(Config):
@@ -136,6 +136,11 @@ class Recipe(Config):
         """The options of the engine that samples in the processes of ranks; None if none does."""
         return None
 
+    @property
+    def servers(self) -> ServerConfig | None:
+        """The options of the servers that sample, with their GPUs if the run computes on GPUs; None without servers."""
+        return None
+
     def compute_device(self) -> torch.device:
         """Return the device of this process, as one of the run's ranks or the only one."""
         return select_device(self.device, ranks=self.ranks, cluster=self.cluster)
@@ -172,9 +177,13 @@ class Recipe(Config):
         assert value is None or isinstance(value, Path), f"`{option}` names no place"
         return value
 
+    def learners(self) -> dict[str, TrainConfig]:
+        """Return the options of each trained model, by their path."""
+        return {"train": self.train}
+
     def schedules(self) -> dict[str, str]:
-        """Return the schedule of each trained model, by its option."""
-        return {"train.lr_scheduler": self.train.lr_scheduler}
+        """Return the learning-rate schedule of each trained model, by its option."""
+        return {f"{path}.lr_scheduler": train.lr_scheduler for path, train in self.learners().items()}
 
     @property
     def length_may_change(self) -> bool:

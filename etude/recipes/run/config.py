@@ -28,7 +28,7 @@ from etude.recipes.evaluate import EvaluationConfig
 from etude.recipes.option_names.aliases import OPTION_ALIASES
 from etude.recipes.option_names.verl_trl import VERL_TRL_OPTIONS
 from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
-from etude.recipes.run.machine.placement import PlacementConfig, engine_device, role_device
+from etude.recipes.run.machine.placement import PlacementConfig, engine_device, gpus_of_servers, role_device
 from etude.recipes.run.machine.threads import ThreadShares, share_threads
 from etude.recipes.run.roles import (
     CRITIC_COLUMNS,
@@ -39,7 +39,7 @@ from etude.recipes.run.roles import (
     model_rewards,
 )
 from etude.rewards import REWARDS, JudgingConfig, RewardFunction
-from etude.rollout import ENGINES, RolloutConfig, TorchEngineConfig
+from etude.rollout import ENGINES, RolloutConfig, ServerConfig, TorchEngineConfig
 from etude.train import TrainConfig
 
 if TYPE_CHECKING:
@@ -169,6 +169,12 @@ class Run(Recipe, AlgorithmConfig):
         return self.rollout if isinstance(self.rollout, TorchEngineConfig) else None
 
     @property
+    def servers(self) -> ServerConfig | None:
+        if not isinstance(self.rollout, ServerConfig):
+            return None
+        return self.rollout.model_copy(update={"devices": gpus_of_servers(self.rollout, self.own_gpus)})
+
+    @property
     def own_gpus(self) -> int:
         """The number of GPUs that the ranks do not share with servers, if the run computes on GPUs."""
         return 0 if self.train.offload else self.ranks
@@ -241,9 +247,8 @@ class Run(Recipe, AlgorithmConfig):
             return columns - {"old_logp"}
         return columns | {"old_logp"}
 
-    def schedules(self) -> dict[str, str]:
-        """Return the learning-rate schedules of the policy and the critic."""
-        return {**super().schedules(), "critic.train.lr_scheduler": self.critic.train.lr_scheduler}
+    def learners(self) -> dict[str, TrainConfig]:
+        return {**super().learners(), "critic.train": self.critic.train}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Run:

@@ -26,7 +26,7 @@ from etude.batch import COLUMNS, Batch, ColumnKind
 from etude.data.pack import pack_prefix_tree
 from etude.errors import ConfigError
 from etude.lazy import pause_gc
-from etude.models import EngineModel, Model, create_empty
+from etude.models import EngineModel, create_empty
 from etude.models.prepack import can_prepack
 from etude.observe import get_logger
 from etude.recipes.recipe import Recipe
@@ -142,7 +142,17 @@ class _DryRun(DryRun[Run]):
         self.planned = self.engine_model.with_sizes(sizes if depth is None else depth.extend(sizes))
         """The engine's model, with the sizes of all its layers."""
         lengths.check_context_length(run, self.planned)
-        self.row = _max_lengths(run, self.planned)
+        self.row = self._max_lengths()
+
+    def _max_lengths(self) -> tuple[int, int]:
+        """Return the longest prompt and the longest answer, in tokens."""
+        run, prompt = self.run, self.run.data.max_prompt_length
+        if not run.env.is_enabled and run.agent.path is None:
+            return prompt, run.sampling.max_tokens
+        total = lengths.max_total_tokens(self.planned, run.embedded_engine)
+        if run.env.is_enabled:
+            total = run.env.max_tokens or total
+        return prompt, max(total - prompt, 1)
 
     def execute(self) -> DryRunResult:
         run = self.run
@@ -207,7 +217,9 @@ class _DryRun(DryRun[Run]):
                 caches = EngineCaches(model, blocks=blocks, **sizes)
             shapes = USUAL_SHAPES if options.deterministic and model.dtype == torch.float32 else UNPADDED_SHAPES
             with tracker.phase("sampling"), tracker.labeled_as("activations", logits_labeler(engine.model)):
-                for scheduled, table in engine_steps(run, options, model, blocks, max_concurrency, sum(self.row)):
+                params = run.sampling.params(0)
+                steps = engine_steps(options, model, params, blocks, max_concurrency, sum(self.row))
+                for scheduled, table in steps:
                     run_engine_step(engine.model, caches, scheduled, table, shapes, real=real)
                     for cache in caches.kv:
                         cache.scratch_memory = torch.empty(0, dtype=cache.dtype)
@@ -298,15 +310,6 @@ def _zeros(name: str, batch: Batch) -> Tensor:
     if COLUMNS[name] is ColumnKind.UNIT:
         return torch.tensor([0] * batch.num_rollouts).to(dtypes.get(name, torch.float64))
     return torch.tensor([0] * batch.num_tokens).to(dtypes.get(name, torch.float32))
-
-
-def _max_lengths(run: Run, model: Model) -> tuple[int, int]:
-    prompt = run.data.max_prompt_length
-    if run.env.is_enabled:
-        return prompt, max((run.env.max_tokens or lengths.max_total_tokens(model, run.embedded_engine)) - prompt, 1)
-    if run.agent.path is not None:
-        return prompt, max(lengths.max_total_tokens(model, run.embedded_engine) - prompt, 1)
-    return prompt, run.sampling.max_tokens
 
 
 @contextmanager

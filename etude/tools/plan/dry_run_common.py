@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from etude.checkpoint import flat
-from etude.models import Head, Model, adapt, create_empty
+from etude.models import Head, Model, create_empty
 from etude.models.loading import create_on_meta
 from etude.models.shapes import LayerSizes
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.builders import auxiliary_models
+from etude.recipes.run.builders.policy import choose_trained
 from etude.recipes.workers.checkpointed import CheckpointedWorker
 from etude.tools.plan.fake_tensors import use_fake_tensors
 from etude.tools.plan.memory_tracker import MemoryTrace, MemoryTracker, TensorLabeler
@@ -77,7 +78,8 @@ class DryRunResult:
         path, dtype = self.run.model.path, PRECISIONS[self.run.train.precision]
         assert path is not None, "a plan is of a model"
         with use_fake_tensors(MemoryTracker()):  # new adapters have memory
-            model = _choose_trained(self.run, create_on_meta(path, dtype=dtype, head=self.run.head))
+            model = create_on_meta(path, dtype=dtype, head=self.run.head)
+            model = choose_trained(model, self.run.lora, self.run.model.freeze, seed=self.run.seed)
             layers = None if self.depth is None else self.depth.built
             sizes = create_empty(path, dtype=dtype, head=self.run.head, layers=layers).sizes
         return model.with_sizes(sizes if self.depth is None else self.depth.extend(sizes))
@@ -154,17 +156,9 @@ class DryRun(ABC, Generic[R]):
 def build_policy(run: Recipe, mesh: DeviceMesh | None, layers: Layers = ALL_LAYERS) -> HeldModel:
     """Build the model of a run as it is trained, with empty weights."""
     assert run.model.path is not None, "a plan is of a model"
-    dtype, prepare = PRECISIONS[run.train.precision], partial(_choose_trained, run)
+    dtype = PRECISIONS[run.train.precision]
+    prepare = partial(choose_trained, lora=run.lora, freeze=run.model.freeze, seed=run.seed)
     return build_model(run.model.path, dtype, mesh, layers, head=run.head, prepare=prepare)
-
-
-def _choose_trained(run: Recipe, model: Model) -> Model:
-    """Return the policy with its adapters, or with its frozen parts."""
-    if run.lora.is_enabled:
-        model = adapt(model, run.lora, seed=run.seed)
-    if run.model.freeze:
-        model.freeze(run.model.freeze)
-    return model
 
 
 def _freeze(model: Model) -> Model:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.models import Model
-from etude.recipes.run.config import Run
+from etude.records import SamplingParams
 from etude.rollout import TorchEngineConfig
 from etude.rollout.batch_invariance import ProductShapes, max_context_padding
 from etude.rollout.block_pool import BlockPool, KeptStates
@@ -22,7 +22,12 @@ from etude.rollout.step_batch import EngineCaches, StepBatch
 
 
 def engine_steps(
-    run: Run, engine: TorchEngineConfig, model: Model, blocks: int, max_concurrency: int, max_length: int
+    engine: TorchEngineConfig,
+    model: Model,
+    params: SamplingParams,
+    blocks: int,
+    max_concurrency: int,
+    max_length: int,
 ) -> Iterator[tuple[list[ScheduledWork], Any]]:
     """Iterate over the scheduled work of two engine steps: one reads prompts, one ends every answer."""
     max_length = min(max_length, blocks * engine.block_size, model.context_length)
@@ -39,7 +44,6 @@ def engine_steps(
         length = max_length - 1 if is_prefill else max(max_length - 2, 1)
         for _ in range(max_concurrency):
             prompt = generator.integers(0, model.vocab_size, length).astype(np.int32)
-            params = run.sampling.params(0)
             scheduler.add(Request(prompt, params, limit=max_length, vocab_size=model.vocab_size, tokenizer=None))
         scheduled = scheduler.schedule()
         if not is_prefill:  # the next step computes a drawn token of each request

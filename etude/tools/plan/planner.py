@@ -40,8 +40,9 @@ from etude.tools.plan.fake_tensors import HOST
 from etude.tools.plan.memory_tracker import PeakMemory
 from etude.tools.plan.options import PlanHardware
 from etude.tools.plan.results import GIB, MIB, DeviceMemory, MemoryPlan, MemorySaving
-from etude.tools.plan.servers import add_servers, default_memory_share, notes, server_options
+from etude.tools.plan.servers import add_servers, default_memory_share, notes
 from etude.tools.plan.step_time import estimate_step_time
+from etude.train import TrainConfig
 from etude.train.flops import count_active
 
 CPU = torch.device("cpu")
@@ -72,7 +73,7 @@ def plan_memory(
         except EtudeError:  # such a run would be refused
             continue
         savings.append(MemorySaving(option, value, max(changed_device.total for changed_device in changed_devices)))
-    servers = server_options(run)
+    servers = run.servers
     remarks: tuple[str, ...] = () if servers is None else notes(servers, device)
     if servers is not None and not servers.url and result.model.state_bytes:
         remarks += (describe_states(result.model.state_bytes),)
@@ -123,15 +124,14 @@ def _resolve_layout(requested: Recipe, gpus_wanted: int | None) -> tuple[Recipe,
     _check_run(run)
     if gpus:
         _check_gpu_count(run, gpus)
-    for option in _gpu_options(run) if not gpus else ():
+    for option in _gpu_options(run.learners()) if not gpus else ():
         raise ConfigError(
             f"`{option}` frees memory of a GPU, and this plan has no GPU. Leave it out, or give `gpus=…`."
         )
     return run, device
 
 
-def _gpu_options(run: Recipe) -> Iterator[str]:
-    learners = {"train": run.train} | ({"critic.train": run.critic.train} if isinstance(run, Run) else {})
+def _gpu_options(learners: Mapping[str, TrainConfig]) -> Iterator[str]:
     for option, train in learners.items():
         if train.offload:
             yield f"{option}.offload"
@@ -143,7 +143,7 @@ def _ranks(run: Recipe, gpus: int) -> int:
     """Return the most ranks that the GPUs allow, without the GPUs of engines and servers; on the CPU one."""
     if not gpus or not isinstance(run, Run):
         return max(gpus, 1)
-    servers = server_options(run)
+    servers = run.servers
     if servers is not None and not run.train.offload:
         devices = run.rollout.devices if isinstance(run.rollout, ServerConfig) else ()
         return min(devices) or gpus if devices else max(gpus - len(set(servers.devices)), 1)
@@ -152,7 +152,7 @@ def _ranks(run: Recipe, gpus: int) -> int:
 
 def _check_gpu_count(run: Recipe, gpus: int) -> None:
     """Refuse a layout that needs more GPUs than the plan has."""
-    servers = server_options(run)
+    servers = run.servers
     own = gpus_of(run.placement, run.ranks) if isinstance(run, Run) else run.ranks
     needed = own if servers is None else max([own, *(gpu + 1 for gpu in servers.devices)])
     if needed <= gpus:
@@ -170,14 +170,14 @@ def _check_gpu_count(run: Recipe, gpus: int) -> None:
 
 def _check_run(run: Recipe) -> None:
     """Refuse a run that `etude train` would refuse too."""
-    checks.check_engine(run)
     if isinstance(run, SupervisedRun):
         check_loss(run)
         return
     assert isinstance(run, Run), "every recipe is one or the other"
+    checks.check_engine(run)
     checks.check_algorithm(run)
     check_staleness(run)
-    if server_options(run) is not None:
+    if run.servers is not None:
         checks.check_servers(replace_option(run, "train.offload", False))  # offloading depends on the planned device
         check_placement_with_servers(run.placement)
 
@@ -188,6 +188,8 @@ def _plan_devices(
     """Return the memory of each kind of device, the policy's device first, and the dry run on that device."""
     planned, first = dict[torch.device, DeviceMemory](), None
     kv_tokens = 0
+    overlaps = isinstance(run, Run) and run.max_staleness > 0
+    full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
     for target, roles in _roles_by_device(run, device).items():
         result = dry_run(run, device, roles)
         first = first or result
@@ -195,21 +197,24 @@ def _plan_devices(
         name, count, sharing = _describe_device(run.ranks, target, roles, samples=isinstance(run, Run))
         phases, in_host = dict[str, PeakMemory](), [0]
         for phase in result.memory.phases:
-            offloaded = _offloaded_kinds(run, roles, phase)
+            offloaded = frozenset({HOST})
+            if run.train.offload and "policy" in roles:
+                offloaded |= _offloaded_kinds(roles, phase, full_kl=full_kl)
             peak = result.memory.peak(phase, excluded=offloaded)
             phases[phase] = PeakMemory(
                 peak.total * sharing, {kind: size * sharing for kind, size in peak.kinds.items()}
             )
             in_host.append(result.memory.peak(phase, only=offloaded).total * sharing)
-        phases = add_to_phases(phases, engine_activations(run, roles, phases), but="sampling")
+        if overlaps and {"policy", "engine"} <= roles:
+            phases = add_to_phases(phases, engine_activations(phases["sampling"]), but="sampling")
         if target.type == "cpu" and (waiting := waiting_bytes(run, result.row)):
             phases = add_to_phases(phases, {WAITING: waiting})
         planned[target] = DeviceMemory(name, count, phases, limit, base_bytes * sharing, max(in_host))
     assert first is not None, "the policy has a device"
-    servers = server_options(run)
+    servers = run.servers
     if servers is None:
         return tuple(planned.values()), replace(first, kv_tokens=kv_tokens)
-    devices, tokens = add_servers(run, servers, planned, first.model, limit)
+    devices, tokens = add_servers(servers, planned, first.model, limit, ranks=run.ranks, train=run.train)
     return devices, replace(first, kv_tokens=tokens, max_concurrency=servers.max_num_seqs or MAX_LIMIT)
 
 
@@ -221,11 +226,9 @@ def waiting_bytes(run: Recipe, row: tuple[int, int]) -> int:
     return rollouts * sum(row) * TOKEN_BYTES
 
 
-def engine_activations(run: Recipe, roles: frozenset[str], phases: Mapping[str, PeakMemory]) -> Mapping[str, int]:
-    """Return what the engine needs during the other phases, by kind: nothing where it does not compute then."""
-    if not isinstance(run, Run) or not run.max_staleness or not {"policy", "engine"} <= roles:
-        return {}
-    return {kind: phases["sampling"].kinds[kind] for kind in WORKING if kind in phases["sampling"].kinds}
+def engine_activations(sampling: PeakMemory) -> Mapping[str, int]:
+    """Return the memory, by kind, of an engine that samples during the other phases too."""
+    return {kind: sampling.kinds[kind] for kind in WORKING if kind in sampling.kinds}
 
 
 def add_to_phases(
@@ -254,18 +257,17 @@ def describe_waiting(cluster: ClusterBackend, size: int) -> str:
     return f"Rollouts that wait for their step take up to {size / GIB:.3g} GiB of {where} (`max_staleness`)."
 
 
-def _offloaded_kinds(run: Recipe, roles: frozenset[str], phase: str) -> frozenset[str]:
-    """Return the kinds in CPU memory during a phase: activations, and what `train.offload` moves there. A critic has
-    its own option."""
-    if not run.train.offload or "policy" not in roles:
-        return frozenset({HOST})
-    needs_full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
-    offloaded = (
-        OFFLOADED_KINDS
-        if phase == "sampling" or (phase == "annotating" and "critic" not in roles)
-        else frozenset[str]()
-    )
-    return frozenset({HOST}) | offloaded | (frozenset() if phase == "annotating" or needs_full_kl else FROZEN)
+def _offloaded_kinds(roles: frozenset[str], phase: str, *, full_kl: bool) -> frozenset[str]:
+    """Return the kinds that `train.offload` moves to CPU memory during a phase. A critic has its own option.
+
+    full_kl: each update calls the reference, which stays.
+    """
+    kinds = set[str]()
+    if phase == "sampling" or (phase == "annotating" and "critic" not in roles):
+        kinds |= OFFLOADED_KINDS
+    if phase != "annotating" and not full_kl:
+        kinds |= FROZEN
+    return frozenset(kinds)
 
 
 def _roles_by_device(run: Recipe, device: torch.device) -> dict[torch.device, frozenset[str]]:
@@ -276,7 +278,7 @@ def _roles_by_device(run: Recipe, device: torch.device) -> dict[torch.device, fr
     """
     if not isinstance(run, Run):
         return {device: frozenset({"policy"})}
-    active, sampler = run.active_roles(), {"engine"} if server_options(run) is None else set[str]()
+    active, sampler = run.active_roles(), {"engine"} if run.servers is None else set[str]()
     if device.type == "cpu":
         return {device: frozenset({"policy"} | sampler | active)}
     engine = torch.device("cuda", run.ranks) if run.placement.layout == "split" else device
@@ -347,7 +349,7 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
             options.append(("rollout.kv_gib", rollout.kv_gib / 2, True))
             options.append(("rollout.max_num_seqs", max(rollout.max_num_seqs // 2, 1), rollout.max_num_seqs > 1))
             options.append(("rollout.prepack", False, not gpu and rollout.prepack))
-        servers = server_options(run)
+        servers = run.servers
         if servers is not None and not servers.url:
             memory = servers.gpu_memory_utilization or default_memory_share(servers)
             options.append(("rollout.kv_gib", (servers.kv_gib or 0) / 2, servers.kv_gib is not None))

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from etude.errors import ConfigError
 from etude.models import Model
-from etude.recipes.recipe import Recipe
-from etude.recipes.run.config import Run
-from etude.recipes.run.machine.placement import gpus_of_servers
 from etude.rollout import ServerConfig
 from etude.tools.plan.memory_tracker import PeakMemory
 from etude.tools.plan.results import GIB, DeviceMemory
+from etude.train import TrainConfig
 from etude.train.optim import PRECISIONS
 
 
@@ -62,13 +60,6 @@ class ServerMemory:
         return PeakMemory(sum(kinds.values()), kinds)
 
 
-def server_options(run: Recipe) -> ServerConfig | None:
-    """Return the options of the run's servers with their GPUs filled in; None without servers."""
-    if not isinstance(run, Run) or not isinstance(run.rollout, ServerConfig):
-        return None
-    return run.rollout.model_copy(update={"devices": gpus_of_servers(run.rollout, run.own_gpus)})
-
-
 def default_memory_share(config: ServerConfig) -> float | None:
     """Return the default share of a device's memory that a server takes; None if it is unknown."""
     policy = MEMORY_POLICIES.get(config.create_backend().package)
@@ -76,12 +67,18 @@ def default_memory_share(config: ServerConfig) -> float | None:
 
 
 def add_servers(
-    run: Recipe, config: ServerConfig, hosts: Mapping[torch.device, DeviceMemory], model: Model, limit: int | None
+    config: ServerConfig,
+    hosts: Mapping[torch.device, DeviceMemory],
+    model: Model,
+    limit: int | None,
+    *,
+    ranks: int,
+    train: TrainConfig,
 ) -> tuple[tuple[DeviceMemory, ...], int]:
     """Add the servers' memory to the devices of a run. Return the devices, the policy's first, and the KV cache of one
     server in tokens."""
     (device, training), *others = hosts.items()
-    itemsize = PRECISIONS[run.train.precision].itemsize
+    itemsize = PRECISIONS[train.precision].itemsize
     if config.url:
         return tuple(hosts.values()), 0
     if device.type == "cpu":
@@ -91,20 +88,20 @@ def add_servers(
     devices = []
     tokens = list[int]()
     used = training.phases["sampling"].total
-    for count, gpus in sorted(Counter(ranks_on[gpu] for gpu in range(run.ranks)).items(), reverse=True):
+    for count, gpus in sorted(Counter(ranks_on[gpu] for gpu in range(ranks)).items(), reverse=True):
         if not count:
             devices.append(replace(training, count=gpus))
             continue
         memory = _server_memory(config, model, itemsize, "cuda", limit, used)
         name = "each GPU that trains and serves"
-        devices.append(replace(_add_server(training, memory, count, sleeps=run.train.offload), name=name, count=gpus))
+        devices.append(replace(_add_server(training, memory, count, sleeps=train.offload), name=name, count=gpus))
         tokens.append(memory.tokens)
-    free = {gpu: count for gpu, count in ranks_on.items() if gpu >= run.ranks}
+    free = {gpu: count for gpu, count in ranks_on.items() if gpu >= ranks}
     for target, planned in others:
         if count := free.pop(target.index or 0, 0):
             memory = _server_memory(config, model, itemsize, "cuda", limit, planned.total)
             tokens.append(memory.tokens)
-            planned = _add_server(planned, memory, count, sleeps=run.train.offload)
+            planned = _add_server(planned, memory, count, sleeps=train.offload)
         devices.append(planned)
     remote = (config.nodes - 1) * config.tensor_parallel // config.nodes
     for count, gpus in sorted((Counter(free.values()) + Counter({1: remote})).items()):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from etude.algorithms import AlgorithmConfig
 from etude.chat import Tokenizer
 from etude.checkpoint import CheckpointManager, flat
 from etude.config.secrets import mask_text
@@ -170,9 +171,9 @@ def _reach(trainer: RecordedTrainer, directory: Path, step: int, console: Any) -
     return start
 
 
-def _observe(trainer: RecordedTrainer, run: Run, step: int, start: TrainerState) -> Side:
-    """Train on a step, and return what was seen of it."""
-    observer = StepObserver(run)
+def _observe(trainer: RecordedTrainer, algorithm: AlgorithmConfig, step: int, start: TrainerState) -> Side:
+    """Train on a step by the trainer's algorithm, and return what was seen of it."""
+    observer = StepObserver(algorithm)
     metrics = trainer.train(step, observer)
     before, after = flat(start[0]), flat(trainer.state()[0])
     return Side(observer, metrics, {name: after[name] - before[name] for name in after if name.startswith(WEIGHTS)})

@@ -19,7 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from etude.errors import ConfigError
+from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.config import CollectionConfig
+from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.scheduler import CollectionScheduler
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import read_run
@@ -145,7 +147,7 @@ def read_trace(directory: Path, on_rollout: Callable[[], None] = lambda: None) -
         run=run,
         shares_processors=shares,
         slots=slots,
-        attempts=find_limit(run, attempts),
+        attempts=find_limit(run.agent, run.env, run.collect, attempts),
         admitted=admitted,
         step_s=times["step"],
         update_s=times["update"],
@@ -194,17 +196,19 @@ def _attempt(rollout: RolloutRecord, collection: CollectionConfig) -> AttemptTim
     )
 
 
-def find_limit(run: Run, attempts: Sequence[AttemptTimes]) -> int | None:
+def find_limit(
+    agent: AgentConfig, env: EnvConfig, collect: CollectionConfig, attempts: Sequence[AttemptTimes]
+) -> int | None:
     """Return the most attempts that a run makes at the same time; None if no limit is known.
 
     An agent may allow fewer to a runner, and runners may join from elsewhere. So the limit of agents is the number that
     was seen, if more rollouts were waiting.
     """
-    if run.agent.path is None:
-        return run.env.max_concurrency if run.env.is_enabled else None
-    allowed = run.agent.runners * run.agent.max_concurrency or None
+    if agent.path is None:
+        return env.max_concurrency if env.is_enabled else None
+    allowed = agent.runners * agent.max_concurrency or None
     seen = _most_at_once(attempts)
-    wanted = run.collect.tasks * run.collect.group_size
+    wanted = collect.tasks * collect.group_size
     return seen if seen < min(wanted, allowed or wanted) else allowed
 
 

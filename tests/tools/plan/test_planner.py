@@ -31,7 +31,7 @@ from etude.tools.plan.memory_tracker import MemoryTrace, MemoryTracker, PeakMemo
 from etude.tools.plan.options import PlanDPO, PlanRun
 from etude.tools.plan.planner import plan_memory
 from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan
-from etude.tools.plan.servers import add_servers, notes, server_options
+from etude.tools.plan.servers import add_servers, notes
 from etude.train.backend import model_of
 from tests.components import require
 from tests.recipes.runs import Captured, faster_in_bf16, refused
@@ -517,10 +517,10 @@ def test_a_server_has_the_share_of_its_engine_and_at_least_its_weights(model: Pa
 
     def last(*options: str, limit: int | None = GIB) -> tuple[DeviceMemory, tuple[str, ...]]:
         run = compose(PlanRun, [f"model.path={model}", "ranks=1", "train.precision=bf16", *options])
-        servers = server_options(run)
+        servers = run.servers
         assert servers is not None
         trainers = DeviceMemory("each GPU", 1, {"sampling": PeakMemory(0, {})}, limit)
-        devices, _ = add_servers(run, servers, {gpu: trainers}, fake_weights, limit)
+        devices, _ = add_servers(servers, {gpu: trainers}, fake_weights, limit, ranks=1, train=run.train)
         return devices[-1], notes(servers, gpu)
 
     with use_fake_tensors(MemoryTracker()):

@@ -98,13 +98,14 @@ def at_once(number: int) -> list[AttemptTimes]:
 def test_the_runners_of_an_agent_limit_its_attempts(agent: dict[str, Any], number: int, limit: int | None) -> None:
     changes = {f"agent__{name}": value for name, value in agent.items()}
     run = run_of(Path("world"), reward="environment", reward__path=None, agent__path="agents.py:solve", **changes)
-    assert find_limit(run, at_once(number)) == limit
+    assert find_limit(run.agent, run.env, run.collect, at_once(number)) == limit
 
 
 def test_without_an_agent_the_environments_are_the_limit() -> None:
-    assert find_limit(run_of(Path("world")), at_once(4)) is None
+    run = run_of(Path("world"))
+    assert find_limit(run.agent, run.env, run.collect, at_once(4)) is None
     run = run_of(Path("world"), env__path="envs.py:Env", env__max_concurrency=5)
-    assert find_limit(run, at_once(4)) == 5
+    assert find_limit(run.agent, run.env, run.collect, at_once(4)) == 5
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from etude.chat import ChatConfig, ChatRenderer, Tokenizer
 from etude.errors import ConfigError
-from etude.models import Model, adapt, load
+from etude.models import LoraAdapterConfig, Model, adapt, load
 from etude.recipes.recipe import ModelSource, Recipe
 from etude.recipes.run.builders.auxiliary_models import load_trained
 from etude.recipes.run.directory import check_model
@@ -30,6 +31,15 @@ def load_policy(run: Recipe) -> tuple[Model, ChatRenderer]:
     """Return the model of a run and its chat renderer, with adapters attached and frozen weights frozen."""
     chat = build_chat_renderer(run.model, run.chat)
     return PolicyLoader(run, chat.tokenizer).load(run.compute_device()), chat
+
+
+def choose_trained(model: Model, lora: LoraAdapterConfig, freeze: Sequence[str], *, seed: int) -> Model:
+    """Return the model with its adapters attached, and these parts frozen."""
+    if lora.is_enabled:
+        model = adapt(model, lora, seed=seed)
+    if freeze:
+        model.freeze(freeze)
+    return model
 
 
 @dataclass(frozen=True)
@@ -69,8 +79,4 @@ class PolicyLoader:
                 f"The tokenizer in {self.tokenizer.directory} has {self.tokenizer.vocab_size} tokens, and the model in "
                 f"{run.model.path} knows {model.vocab_size}: they belong to different models. {remedy}"
             )
-        if run.lora.is_enabled:
-            model = adapt(model, run.lora, seed=run.seed)
-        if run.model.freeze:
-            model.freeze(run.model.freeze)
-        return model
+        return choose_trained(model, run.lora, run.model.freeze, seed=run.seed)

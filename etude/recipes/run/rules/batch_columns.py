@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from etude.batch import OWN_NAMES
 from etude.config.together import told_together
 from etude.errors import ConfigError
-from etude.recipes.run.config import Run
 from etude.recipes.run.roles import ENVIRONMENT_COLUMNS, MODEL_COLUMNS, ROLLOUT_COLUMNS
 
 NAME = re.compile(r"[A-Za-z]\w*")
@@ -17,10 +16,10 @@ MADE_FIELDS = frozenset({"prompt", "ground_truth", "extra_info", "row"})
 
 
 @told_together
-def check_columns_provided(run: Run) -> Iterator[ConfigError]:
-    """Refuse an algorithm that reads a column which nothing provides."""
-    provided = ROLLOUT_COLUMNS | MODEL_COLUMNS | ENVIRONMENT_COLUMNS | run.data.batch_columns.keys()
-    for name in sorted(run.required_columns() - provided):
+def check_columns_provided(required: frozenset[str], batch_columns: Mapping[str, str]) -> Iterator[ConfigError]:
+    """Refuse an algorithm that reads (`required`) a column which nothing provides."""
+    provided = ROLLOUT_COLUMNS | MODEL_COLUMNS | ENVIRONMENT_COLUMNS | batch_columns.keys()
+    for name in sorted(required - provided):
         if name in OWN_NAMES:
             yield ConfigError(
                 f"This algorithm needs the column `{name}`, which nothing in a run computes. Choose another advantage, "
@@ -35,10 +34,12 @@ def check_columns_provided(run: Run) -> Iterator[ConfigError]:
 
 
 @told_together
-def check_batch_columns(run: Run) -> Iterator[ConfigError]:
-    """Refuse columns of the data whose name the batch cannot carry, and those that nothing reads."""
-    required = run.required_columns()
-    for name, path in run.data.batch_columns.items():
+def check_batch_columns(batch_columns: Mapping[str, str], required: frozenset[str]) -> Iterator[ConfigError]:
+    """Refuse columns of the data whose name the batch cannot carry, and those that nothing reads.
+
+    required: the columns that the algorithm reads.
+    """
+    for name, path in batch_columns.items():
         option = f"`data.batch_columns.{name}={path}`"
         if name in OWN_NAMES:
             yield ConfigError(

@@ -6,11 +6,14 @@ import os
 from collections.abc import Iterator
 from functools import partial
 
+from etude.algorithms import AlgorithmConfig
 from etude.config.only_with import idle_options
 from etude.config.together import problems_of, told_together
 from etude.dispatch import CrewConfig
 from etude.errors import ConfigError
 from etude.observe import MlflowConfig, ObserveConfig, WandbConfig, get_logger
+from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.sampling import SamplingConfig
 from etude.recipes.evaluate import EvaluationConfig
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
@@ -38,7 +41,14 @@ def check_run(run: Run) -> None:
 def find_warnings(run: Run) -> list[str]:
     """Refuse a run that cannot work, and return warnings of unlikely settings and of options that do nothing."""
     _check_options(run)
-    return algorithm_warnings(run) + _idle_options(run)
+    warnings = algorithm_warnings(run, run.env, run.sampling, run.collect.group_size)
+    warnings += check_ranks(run, run.collect.tasks, "collect.tasks") + idle_tracker_warnings(run.observe)
+    if run.evaluate != EvaluationConfig() and not run.data.val:
+        warnings.append(
+            "`evaluate` says how to score on held-out tasks, and there are none, so nothing is scored. Give them with "
+            "`data.val=[held_out.parquet]`."
+        )
+    return warnings
 
 
 @told_together
@@ -56,24 +66,25 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
     yield from idle_options(run)
     elsewhere = run.env.path is not None or run.agent.path is not None
     yield from problems_of(_check_metric, run.collect.metric, run.reward, rewards_elsewhere=elsewhere)
+    if run.agent.path is None:
+        yield from problems_of(check_turns, run, run.env)
+    yield from problems_of(check_batch_columns, run.data.batch_columns, run.required_columns())
     for check in (
         check_agents,
         check_servers,
         _check_environment,
-        check_turns,
         check_staleness,
-        check_batch_columns,
         _check_algorithm_options,
         check_engine,
+        check_placement,
     ):
         yield from problems_of(check, run)
-    yield from problems_of(check_placement, run)
 
 
 def check_algorithm(run: Run) -> None:
     """Refuse an algorithm that cannot run as configured, and log warnings of unlikely settings."""
     _check_algorithm_and_models(run)
-    for warning in algorithm_warnings(run):
+    for warning in algorithm_warnings(run, run.env, run.sampling, run.collect.group_size):
         get_logger("recipes").warning("%s", warning)
 
 
@@ -87,7 +98,7 @@ def _check_algorithm_and_models(run: Run) -> Iterator[ConfigError]:
 @told_together
 def _check_algorithm_options(run: Run) -> Iterator[ConfigError]:
     """Refuse an algorithm that cannot run as configured."""
-    yield from problems_of(check_columns_provided, run)
+    yield from problems_of(check_columns_provided, run.required_columns(), run.data.batch_columns)
     unbounded = run.allow_unbounded_ratios
     yield from problems_of(check_stale_ratios, run, run.max_staleness, allow_unbounded=unbounded)
     if run.uses_teacher and run.teacher.path is None:
@@ -108,15 +119,18 @@ def _check_algorithm_options(run: Run) -> Iterator[ConfigError]:
         )
 
 
-def algorithm_warnings(run: Run) -> list[str]:
-    """Return warnings of unlikely settings of the algorithm."""
-    warnings, overlong = run.warnings(), run.overlong
-    if run.env.is_enabled and run.env.max_turns > 1 and overlong and overlong.max_length <= run.sampling.max_tokens:
+def algorithm_warnings(
+    algorithm: AlgorithmConfig, env: EnvConfig, sampling: SamplingConfig, group_size: int
+) -> list[str]:
+    """Return warnings of unlikely settings of the algorithm, for these rollouts."""
+    warnings = algorithm.warnings()
+    overlong = algorithm.overlong
+    if env.is_enabled and env.max_turns > 1 and overlong and overlong.max_length <= sampling.max_tokens:
         warnings.append(
             f"`overlong.max_length={overlong.max_length}` counts the tokens of all turns of a rollout, and one turn "
-            f"alone may have {run.sampling.max_tokens}. Raise it to what a whole rollout may have."
+            f"alone may have {sampling.max_tokens}. Raise it to what a whole rollout may have."
         )
-    if run.collect.group_size == 1 and trial_advantages(run.advantage) == TRIAL_REWARDS:
+    if group_size == 1 and trial_advantages(algorithm.advantage) == TRIAL_REWARDS:
         warnings.append(
             "`collect.group_size=1` leaves this advantage nothing to compare a rollout with: its bare reward is "
             "its advantage. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
@@ -137,11 +151,10 @@ def idle_tracker_warnings(observe: ObserveConfig) -> list[str]:
 
 
 def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
-    """Refuse what several ranks cannot do, and return warnings about ranks that would be idle.
+    """Refuse more ranks than this machine can run, and return warnings about ranks that would be idle.
 
     groups: the number of groups in a step. option: the option that sets it.
     """
-    check_engine(run)
     if run.ranks == 1:
         idle_crew = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
         return [idle_crew] if run.crew != CrewConfig() and run.in_process else []
@@ -156,11 +169,9 @@ def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
 
 
 @told_together
-def check_engine(run: Recipe) -> Iterator[ConfigError]:
+def check_engine(run: Run) -> Iterator[ConfigError]:
     """Refuse models on another engine than the policy's, and models that are placed beside sharded ones."""
     engine = run.train.choose_engine(run.ranks)
-    if not isinstance(run, Run):
-        return
     if run.uses_critic and run.critic.train.engine not in ("auto", engine):
         yield ConfigError(
             f"`critic.train.engine={run.critic.train.engine}`: the critic is on the policy's engine, which is "
@@ -189,17 +200,6 @@ def _check_cores(ranks: int, threads: int) -> list[str]:
             f"{cores}: they will slow each other down. Lower `ranks` or `threads`."
         ]
     return []
-
-
-def _idle_options(run: Run) -> list[str]:
-    """Return a warning for each option that does nothing."""
-    warnings = check_ranks(run, run.collect.tasks, "collect.tasks") + idle_tracker_warnings(run.observe)
-    if run.evaluate != EvaluationConfig() and not run.data.val:
-        warnings.append(
-            "`evaluate` says how to score on held-out tasks, and there are none, so nothing is scored. Give them with "
-            "`data.val=[held_out.parquet]`."
-        )
-    return warnings
 
 
 @told_together

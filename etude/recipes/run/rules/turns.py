@@ -4,31 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from etude.algorithms import AlgorithmConfig
 from etude.algorithms.advantages.turns import TurnAdvantage
 from etude.config.together import told_together
 from etude.errors import ConfigError
-from etude.recipes.run.config import Run
+from etude.recipes.collect.environment import EnvConfig
 
 
 @told_together
-def check_turns(run: Run) -> Iterator[ConfigError]:
-    """Refuse options about the turns of a rollout where a rollout is one answer."""
-    if run.agent.path is not None or (run.env.is_enabled and run.env.max_turns > 1):
+def check_turns(algorithm: AlgorithmConfig, env: EnvConfig) -> Iterator[ConfigError]:
+    """Refuse options about the turns of a rollout where a rollout is one answer: without an agent, and with this
+    `env`."""
+    if env.is_enabled and env.max_turns > 1:
         return
-    which = "`env.max_turns=1` allows one answer" if run.env.is_enabled else "neither `env` nor `agent.path` is set"
+    which = "`env.max_turns=1` allows one answer" if env.is_enabled else "neither `env` nor `agent.path` is set"
     single = f"A rollout of this run is a single answer ({which})"
     remedy = "give an environment, tools or an agent"
-    if run.echo:
+    if algorithm.echo:
         yield ConfigError(
-            f"`echo={run.echo:g}` learns to predict what an environment shows between two answers. {single}, so it "
-            f"would do nothing. Leave `echo` out, or {remedy}."
+            f"`echo={algorithm.echo:g}` learns to predict what an environment shows between two answers. {single}, so "
+            f"it would do nothing. Leave `echo` out, or {remedy}."
         )
-    if run.loss.unit == "turn":
+    if algorithm.loss.unit == "turn":
         yield ConfigError(
             f"`loss.unit=turn` takes each turn of a rollout for a sequence. {single}, so it would do nothing. Leave it "
             f"out, or {remedy}."
         )
-    if isinstance(run.advantage, TurnAdvantage):
+    if isinstance(algorithm.advantage, TurnAdvantage):
         yield ConfigError(
             f"This advantage compares the turns of rollouts. {single}, so it would be the same as an advantage of "
             f"whole rollouts. Choose one, such as `advantage=rloo`, or {remedy}."
