@@ -31,11 +31,16 @@ ID_BYTES = np.dtype(np.int32).itemsize
 
 
 def pack_prefix_tree(batch: Batch) -> Pack:
-    """Pack all rows as segments. Rows of one group share common prefixes of their contexts, at any depth."""
+    """Pack all rows as segments. Rows of one group share common prefixes of their contexts, at any depth.
+
+    The segments are breadth first. So the prompts of a batch are consecutive tokens, and so are all their completions:
+    attention from the ones to the others moves no token.
+    """
     rows = _ContextRows.from_batch(batch)
     forest = _PrefixForest(rows)
     for members in rows.by_group:
         forest.add_group(members)
+    forest.sort_breadth_first()
     starts, lengths, depths = (torch.tensor(column, dtype=torch.int64) for column in forest.columns)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     path = torch.tensor([segment for segments in forest.paths for segment in segments], dtype=torch.int64)
@@ -155,6 +160,21 @@ class _PrefixForest:
             segment = self._add_segment(order[low:high], depth, common, parent)
             boundaries = [low, *(i for i in range(low + 1, high) if shared[i] == common), high]
             stack.extend((a, b, common, segment) for a, b in reversed(list(pairwise(boundaries))))
+
+    def sort_breadth_first(self) -> None:
+        """Put the roots first, those with children before the others, and then the children of each segment in turn."""
+        children: dict[int, list[int]] = {}
+        for segment, parent in enumerate(self.parent):
+            children.setdefault(parent, []).append(segment)
+        order = sorted(children.get(-1, []), key=lambda root: root not in children)
+        for segment in order:  # the list grows meanwhile
+            order.extend(children.get(segment, []))
+        rank = {segment: place for place, segment in enumerate(order)}
+        rank[-1] = -1
+        self.parent = [rank[self.parent[segment]] for segment in order]
+        for column in self.columns:
+            column[:] = [column[segment] for segment in order]
+        self.paths = [[rank[segment] for segment in path] for path in self.paths]
 
     def _add_segment(self, members: Sequence[int], depth: int, end: int, parent: int) -> int:
         """Add one segment for these rows, from their token `depth` to `end`, unless it is empty. Return its index."""

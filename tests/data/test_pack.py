@@ -128,6 +128,23 @@ def test_a_rewritten_history_shares_at_any_depth() -> None:
     assert pack.parent.tolist() == [-1, 0, 0, 2, 2]
 
 
+@given(trees)
+def test_segments_are_breadth_first(batch: Batch) -> None:
+    parent = pack_prefix_tree(batch).parent
+    assert bool((parent.diff() >= 0).all())
+    roots = range(int((parent < 0).sum()))
+    with_children = [bool((parent == root).any()) for root in roots]
+    assert with_children == sorted(with_children, reverse=True)
+
+
+def test_prompts_come_first_then_single_rows_then_completions() -> None:
+    pack = pack_prefix_tree(batch_of([[[([9], [1])]], [[([5, 6], [7])], [([5, 6], [8, 8])]]]))
+    assert pack.ids.tolist() == [5, 6, 9, 1, 7, 8, 8]
+    assert pack.parent.tolist() == [-1, -1, 0, 0]
+    assert pack.source.tolist() == [-1, 2, -1, 0, 1, -1, 0, 1, 5]
+    assert pack.row_ends.tolist() == [3, 4, 6]
+
+
 def test_different_groups_share_no_tokens() -> None:
     pack = pack_prefix_tree(batch_of([[[([1, 2], [3])]], [[([1, 2], [3])]]]))
     assert pack.ids.tolist() == [1, 2, 3, 1, 2, 3]
