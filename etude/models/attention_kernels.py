@@ -1,7 +1,7 @@
-"""One block of attention, forward and backward: torch's flash kernels where possible, matrix products elsewhere.
+"""One block of attention, forward and backward: torch's flash kernel on a CPU where possible, else matrix products.
 
-On a CPU the flash kernel takes padded rows and any mask. On a GPU it takes rows of any lengths end to end, in half
-precision and without a window. Capped scores and all other cases use matrix products.
+The kernel takes padded rows and any mask. Capped scores use matrix products, and so does a block on a GPU: one that the
+calls of `tree_attention` do not compute.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 def attention_forward(met: BlockInputs) -> tuple[Tensor, Tensor]:
     """Return the output [B, Lq, Hq, D] and log-sum-exp [B, Lq, Hq] of this block."""
-    if _on_gpu(met):
-        return _gpu_forward(met)
     if met.softcap is not None or met.q.device.type != "cpu":
         return _eager_forward(met)
     block, mask = met.block, _additive(met.block, met.q.dtype)
@@ -36,8 +34,6 @@ def attention_forward(met: BlockInputs) -> tuple[Tensor, Tensor]:
 
 def attention_backward(met: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, given the output and log-sum-exp of the whole softmax, not of this block."""
-    if _on_gpu(met):
-        return _gpu_backward(met, grad, out, lse)
     if met.softcap is not None or met.q.device.type != "cpu":
         return _eager_backward(met, grad, out, lse)
     block, dtype = met.block, met.q.dtype
@@ -47,61 +43,6 @@ def attention_backward(met: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor)
     grads = _flash_backward(*turned, lse.transpose(1, 2), 0.0, block.causal, attn_mask=mask, scale=met.scale)
     of_q, of_k, of_v = (x.transpose(1, 2).to(dtype) for x in grads)
     return of_q, of_k, of_v
-
-
-def _on_gpu(met: BlockInputs) -> bool:
-    """Return true if the GPU's flash kernel supports this block."""
-    q = met.q
-    half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
-    return q.device.type == "cuda" and half and met.softcap is None and not met.block.windowed
-
-
-def _gpu_forward(met: BlockInputs) -> tuple[Tensor, Tensor]:
-    block = met.block
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        block.query.kept(met.q),
-        block.key.kept(met.k),
-        block.key.kept(met.v),
-        *_cu_seqlens(block),
-        met.q.shape[1],
-        met.k.shape[1],
-        0.0,
-        block.causal,
-        False,
-        scale=met.scale,
-    )
-    return block.query.padded(out), block.query.padded(lse.T)
-
-
-def _gpu_backward(met: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    query, key = met.block.query, met.block.key
-    device = met.q.device
-    of_q, of_k, of_v = torch.ops.aten._flash_attention_backward(
-        query.kept(grad),
-        query.kept(met.q),
-        key.kept(met.k),
-        key.kept(met.v),
-        query.kept(out),
-        query.kept(lse).T.contiguous(),
-        *_cu_seqlens(met.block),
-        met.q.shape[1],
-        met.k.shape[1],
-        0.0,
-        met.block.causal,
-        torch.zeros(2, dtype=torch.uint64, device=device),  # the random state of a dropout that never acts
-        torch.zeros((), dtype=torch.uint64, device=device),
-        scale=met.scale,
-    )
-    return query.padded(of_q), key.padded(of_k), key.padded(of_v)
-
-
-def _cu_seqlens(block: Block) -> tuple[Tensor, Tensor]:
-    """Return the row boundaries of queries and of keys, with the rows end to end."""
-    queries, keys = (
-        torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
-        for lengths in (block.query.lengths, block.key.lengths)
-    )
-    return queries, keys
 
 
 def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:

@@ -24,6 +24,9 @@ _WASTE = 0.2
 _SLACK = 8
 """A row that is shorter by at most this many tokens always joins the block."""
 
+Pair = tuple[int, int]
+"""A segment and one of its ancestors."""
+
 
 @dataclass(frozen=True, eq=False)
 class PaddedRows:
@@ -74,19 +77,23 @@ class PaddedRows:
             return x.reshape(shape)
         return x.new_zeros(self.index.numel(), *x.shape[1:]).index_copy_(0, self.real, x).view(shape)
 
-    def put(self, x: Tensor, into: Tensor) -> None:
-        """Write [B, L, …] to the packed tokens of [P, …]."""
+    def read(self, x: Tensor) -> Tensor:
+        """[P, …] → [R, …]: gather the tokens without padding; a view if they are consecutive."""
+        return x[self.span[0] : self.span[1]] if self.span is not None else x.index_select(0, self.tokens)
+
+    def write(self, x: Tensor, into: Tensor) -> None:
+        """Write [R, …] to the packed tokens of [P, …]."""
         if self.span is not None:
-            into[self.span[0] : self.span[1]] = x.flatten(0, 1)
+            into[self.span[0] : self.span[1]] = x
         else:
-            into.index_copy_(0, self.tokens, self.kept(x))
+            into.index_copy_(0, self.tokens, x)
 
     def add(self, x: Tensor, into: Tensor) -> None:
-        """Add [B, L, …] to the packed tokens of [P, …]."""
+        """Add [R, …] to the packed tokens of [P, …]."""
         if self.span is not None:
-            into[self.span[0] : self.span[1]] += x.flatten(0, 1)
+            into[self.span[0] : self.span[1]] += x
         else:
-            into.index_add_(0, self.tokens, self.kept(x).to(into.dtype))
+            into.index_add_(0, self.tokens, x.to(into.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +136,7 @@ class Plan:
         starts = pack.offsets.tolist()
         self.parents = pack.parent.tolist()
         self._tokens = [torch.arange(a, b, device=pack.ids.device) for a, b in pairwise(starts)]
-        self._depths: list[list[tuple[int, int]]] = self._ancestors()
+        self._levels = ancestors_by_level(self.parents, [len(tokens) for tokens in self._tokens])
         self._planned: dict[int | None, tuple[Block, ...]] = {}
 
     def blocks(self, window: int | None) -> tuple[Block, ...]:
@@ -138,29 +145,20 @@ class Plan:
             self._planned[window] = self._blocks(window)
         return self._planned[window]
 
-    def _ancestors(self) -> list[list[tuple[int, int]]]:
-        """Return, for each level from 1 on, the pairs (segment, its ancestor of that level), without empty segments."""
-        levels: list[list[tuple[int, int]]] = []
-        for segment in range(len(self.parents)):
-            above, level = self.parents[segment], 0
-            while above >= 0:
-                if len(levels) == level:
-                    levels.append([])
-                if len(self._tokens[segment]) and len(self._tokens[above]):
-                    levels[level].append((segment, above))
-                above, level = self.parents[above], level + 1
-        return levels
+    def across(self, level: int, pairs: Sequence[Pair], window: int | None) -> list[Block]:
+        """Return the blocks in which segments attend to their ancestors, given as (segment, ancestor)."""
+        rows = [
+            (torch.cat([self._tokens[segment] for segment in members]), self._tokens[ancestor])
+            for ancestor, members in group_by_ancestor(pairs).items()
+        ]
+        blocks = [self._across(level, alike, window) for alike in _alike(rows)]
+        return [block for block in blocks if block is not None]
 
     def _blocks(self, window: int | None) -> tuple[Block, ...]:
         own = [tokens for tokens in self._tokens if len(tokens)]
         blocks = [self._own(rows, window) for rows in _alike([(tokens, tokens) for tokens in own])]
-        for level, pairs in enumerate(self._depths, start=1):
-            below: dict[int, list[Tensor]] = {}
-            for segment, above in pairs:
-                below.setdefault(above, []).append(self._tokens[segment])
-            pairs_of_level = [(torch.cat(queries), self._tokens[above]) for above, queries in below.items()]
-            across = [self._across(level, rows, window) for rows in _alike(pairs_of_level)]
-            blocks += [block for block in across if block is not None]
+        for level, pairs in enumerate(self._levels, start=1):
+            blocks += self.across(level, pairs, window)
         return tuple(blocks)
 
     def _own(self, rows: Sequence[tuple[Tensor, Tensor]], window: int | None) -> Block:
@@ -187,6 +185,28 @@ class Plan:
         if seen is not None and not bool(seen.any()):
             return None
         return Block(level, query, key, False, seen, windowed)
+
+
+def ancestors_by_level(parents: Sequence[int], lengths: Sequence[int]) -> list[list[Pair]]:
+    """Return, for each level from 1 on, the pairs (segment, its ancestor of that level), without empty segments."""
+    levels: list[list[Pair]] = []
+    for segment in range(len(parents)):
+        above, level = parents[segment], 0
+        while above >= 0:
+            if len(levels) == level:
+                levels.append([])
+            if lengths[segment] and lengths[above]:
+                levels[level].append((segment, above))
+            above, level = parents[above], level + 1
+    return levels
+
+
+def group_by_ancestor(pairs: Sequence[Pair]) -> dict[int, list[int]]:
+    """Return the segments below each ancestor, in order."""
+    below: dict[int, list[int]] = {}
+    for segment, ancestor in pairs:
+        below.setdefault(ancestor, []).append(segment)
+    return below
 
 
 def _alike(rows: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:

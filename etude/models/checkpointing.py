@@ -30,8 +30,8 @@ KEPT_OPERATIONS = frozenset(
         _aten._grouped_mm.default,
     )
 )
-"""Operations whose results `selective` keeps, besides linear maps: the flash kernels of `attention_kernels`, and the
-products of experts. Other kernels have scores that grow with the square of the length, and are not kept."""
+"""Operations whose results `selective` keeps, besides linear maps: the flash kernels of attention, and the products of
+experts. Other kernels have scores that grow with the square of the length, and are not kept."""
 KEPT_PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1}
 """Linear maps, with the position of the left factor among the arguments."""
 _WIDE = 16

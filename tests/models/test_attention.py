@@ -15,28 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from etude.batch import Pack
 from etude.models import PackedAttention
 from etude.models.blocks import Plan
+from tests.models.attention_reference import HEADS, KEY_HEADS, SCALE, WIDTH, forests, masked_attention, qkv
 from tests.models.packs import FOREST, pack_of, unshared
-from tests.packs import attention_mask
-
-HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
-
-
-def qkv(tokens: int, dtype: torch.dtype = torch.float64, heads: tuple[int, int] = (HEADS, KEY_HEADS)) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    shapes = [(tokens, n, WIDTH) for n in (heads[0], heads[1], heads[1])]
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
-
-
-def masked_attention(pack: Pack, q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None) -> Tensor:
-    """Return the definition of attention: the scores of all pairs, masked."""
-    mask = attention_mask(pack)
-    if window is not None:
-        mask = mask & (pack.positions[:, None] - pack.positions < window)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * SCALE
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
 
 def attend(pack: Pack, q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None) -> Tensor:
@@ -67,16 +47,6 @@ def test_attention_over_a_forest_follows_its_mask(window: int | None, softcap: f
 @pytest.mark.parametrize("softcap", [None, 0.8])
 def test_query_heads_share_key_heads_in_order(heads: tuple[int, int], softcap: float | None) -> None:
     check(pack_of(FOREST), None, softcap, heads)
-
-
-@st.composite
-def forests(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
-    """Draw any forest, with empty segments too. A root has at least one token, because each path has a first one."""
-    segments: list[tuple[int, int]] = []
-    for index in range(draw(st.integers(1, 8))):
-        parent = draw(st.integers(-1, index - 1))
-        segments.append((parent, draw(st.integers(1 if parent < 0 else 0, 24))))
-    return tuple(segments)
 
 
 @settings(max_examples=60, deadline=None)
