@@ -16,6 +16,8 @@ class Pack:
 
     A token attends to the tokens before it in its own segment, and to all of its segment's ancestors. `source` maps
     back: the prediction of batch token t is read at packed token `source[t]`, the one before it on its path.
+
+    `offsets` and `parent` are always on the CPU: passes are planned there, without waiting for a device.
     """
 
     ids: Tensor  # [P] int32
@@ -27,7 +29,9 @@ class Pack:
     """[R] int64: the last packed token of each row of the batch, -1 for an empty row; [0] if not made from a batch."""
 
     def __post_init__(self) -> None:
-        segments = torch.arange(len(self.parent), device=self.parent.device)
+        for name in ("offsets", "parent"):
+            object.__setattr__(self, name, getattr(self, name).cpu())
+        segments = torch.arange(len(self.parent))
         wrong = ((self.parent >= segments) | (self.parent < -1)).nonzero()
         if len(wrong):
             raise BatchError(

@@ -52,8 +52,8 @@ def pack_prefix_tree(batch: Batch) -> Pack:
     return Pack(
         ids=batch.ids[ranges(starts, lengths).to(batch.device)],
         positions=ranges(depths, lengths).to(batch.device),
-        offsets=offsets.to(batch.device),
-        parent=torch.tensor(forest.parent, dtype=torch.int64, device=batch.device),
+        offsets=offsets,
+        parent=torch.tensor(forest.parent, dtype=torch.int64),
         source=source.to(batch.device),
         row_ends=ends.to(batch.device),
     )

@@ -89,7 +89,14 @@ def _used_numbers(name: str, weight: Tensor, model: Model) -> float:
 
 
 def _attention_pairs(pack: Pack) -> float:
-    return float(pack.positions.sum()) + len(pack.ids)
+    """Return the pairs of tokens of which one attends to the other, by the layout alone: no device is read."""
+    ends: list[int] = []
+    pairs = 0
+    for length, parent in zip(pack.offsets.diff().tolist(), pack.parent.tolist(), strict=True):
+        start = ends[parent] if parent >= 0 else 0
+        ends.append(start + length)
+        pairs += length * start + length * (length + 1) // 2
+    return float(pairs)
 
 
 def measure_matmul_flops(dtype: torch.dtype, device: torch.device, size: int = 2048, seconds: float = 0.5) -> float:
