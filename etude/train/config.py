@@ -41,10 +41,10 @@ class TrainConfig(Config):
         "attention, less memory for little work; full: all of a layer, least memory for a third more work; offload: "
         "full, and on a GPU the inputs of layers wait in the processor's memory",
     )
-    compile: Annotated[bool, MAY_CHANGE] = Field(
-        False,
+    compile: Annotated[bool | Literal["auto"], MAY_CHANGE] = Field(
+        "auto",
         description="compile with torch.compile: on the engine `local` norms, rotary positions and activations; on "
-        "`fsdp` whole layers but for attention",
+        "`fsdp` whole layers but for attention; auto: those of `local`, on a GPU where a small trial succeeds",
     )
     engine: Annotated[Literal["auto", "local", "fsdp"], MAY_CHANGE] = Field(
         "auto",

@@ -251,7 +251,7 @@ class FsdpBackend:
         self.ranks_per_rollout = sharded.meshes.ranks_per_rollout
         self.model.activation_checkpointing = config.activation_checkpointing
         self.dtype = PRECISIONS[config.precision]
-        if config.compile:
+        if config.compile is True:
             self.model.compile_layers()
         self.forward = ForwardPass(self.model, pack, temperature, reference, sharded.tensor, sharded.run)
         self.optimizer = ShardedOptimizer(
@@ -289,13 +289,13 @@ class FsdpBackend:
 
 def _check_options(sharded: ShardedModel, config: TrainConfig, option: str) -> None:
     """Refuse options that sharded weights do not have."""
-    if config.compile and config.activation_checkpointing == "selective":
+    if config.compile is True and config.activation_checkpointing == "selective":
         raise ConfigError(
             f"`{option}.activation_checkpointing=selective` keeps the products of a layer, and does not see those of "
             f"layers that `{option}.compile` compiles. Set `{option}.activation_checkpointing=none`: compiled layers "
             f"keep fewer activations than others. Or set `full`."
         )
-    if config.compile and sharded.tensor is not None:
+    if config.compile is True and sharded.tensor is not None:
         raise ConfigError(
             f"`{option}.compile` does not compile layers that `mesh.tensor={sharded.meshes.ranks_per_rollout}` splits: "
             f"torch cannot trace the backward pass of their exchanges for packs of any length. Set `mesh.tensor=1`, or "

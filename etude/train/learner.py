@@ -343,7 +343,7 @@ class Learner:
         )
         if self.ranks.count > 1:
             metrics.add("imbalance", Mean.of(_imbalance(flops, self.ranks)))
-        if self._config.compile and self._backend.is_sharded:
+        if self._config.compile is True and self._backend.is_sharded:
             metrics.add("compiled_graphs", Max.of(self.model.compiled_graphs))
         if self._peak is not None:
             metrics.add("mfu", Mean.over(flops / self._backend.ranks_per_rollout / self._peak, seconds))

@@ -11,6 +11,7 @@ from etude.algorithms.view import Ranks, SingleRank
 from etude.batch import Batch, Pack
 from etude.errors import ConfigError
 from etude.models import Model
+from etude.observe import get_logger
 from etude.train.config import TrainConfig
 from etude.train.forward import ForwardPass, ReferenceModel
 from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer
@@ -41,8 +42,10 @@ class LocalBackend:
             )
         self.model = model
         self.dtype = model.dtype
-        if config.compile:
+        if config.compile is True:
             model.compile()
+        elif config.compile == "auto" and model.device.type == "cuda":
+            compile_if_possible(model, option)
         model.activation_checkpointing = config.activation_checkpointing
         self.ranks: Ranks = SingleRank()
         self.ranks_per_rollout = 1
@@ -73,3 +76,13 @@ class LocalBackend:
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the adapters' weights."""
         return self.model.adapter_weights()
+
+
+def compile_if_possible(model: Model, option: str) -> bool:
+    """Compile a model's small steps, and return true; if that is refused, log the reason in one line."""
+    try:
+        model.compile()
+    except ConfigError as error:
+        get_logger("train").info("`%s.compile=auto` compiles nothing here. %s", option, error)
+        return False
+    return True

@@ -24,6 +24,7 @@ from etude.data.pack import pack_prefix_tree
 from etude.errors import BatchError, ConfigError, TrainingError
 from etude.models import PackedAttention, load, save
 from etude.train import Learner, TrainConfig, load_weights
+from etude.train.local import compile_if_possible
 from tests.autograd import kept_for_backward
 from tests.packs import separate_rows
 from tests.train.tasks import VOCABULARY, Imitate, Improve, gradient, learner, model, ready, rollouts, weights
@@ -442,3 +443,16 @@ def test_the_state_of_another_learner_is_restored_or_refused() -> None:
     assert not any(a.data_ptr() == b.data_ptr() for (_, a), (_, b) in zip(one.weights(), other.weights(), strict=True))
     with pytest.raises(ConfigError, match="of another model or precision: only one of them has"):
         other.restore(learner("bf16", family="gpt2").state())
+
+
+def test_automatic_compilation_never_refuses_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    """The steps of GPT-2 cannot be compiled: `true` refuses it, `auto` goes on, and says why where it tries."""
+    assert TrainConfig().compile == "auto"
+    with pytest.raises(ConfigError, match="a gpt2 model"):
+        learner("fp32", family="gpt2", compile=True)
+    with caplog.at_level("INFO", "etude.train"):
+        gpt2 = learner("fp32", family="gpt2")  # on a CPU nothing is tried
+        assert not caplog.messages
+        assert not compile_if_possible(gpt2.model, "critic.train")
+    (line,) = caplog.messages
+    assert line.startswith("`critic.train.compile=auto` compiles nothing here. On the engine `local`")

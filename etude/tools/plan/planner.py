@@ -327,7 +327,7 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
     mesh = run.mesh
     gpu = device.type == "cuda"
     checkpointing = train.activation_checkpointing
-    compiles_layers = train.compile and train.choose_engine(run.ranks) == "fsdp"
+    compiles_layers = train.compile is True and train.choose_engine(run.ranks) == "fsdp"
     options: list[tuple[str, object, bool]] = [
         ("train.max_tokens_per_micro_batch", max(train.max_tokens_per_micro_batch // 2, 1), True),
         ("train.activation_checkpointing", "selective", checkpointing == "none" and not compiles_layers),
