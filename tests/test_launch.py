@@ -63,7 +63,7 @@ def test_a_function_in_place_of_a_rewards_name_is_answered_with_the_option(world
 
 
 def test_it_is_the_command_line_and_works_in_a_running_loop(world: Path, tmp_path: Path) -> None:
-    places = {"model": world / "model", "train": [world / "tasks.jsonl"]}
+    places: dict[str, Any] = {"model": world / "model", "train": [world / "tasks.jsonl"]}
 
     async def notebook() -> Path:
         return etude.train("grpo", **places, **ARGUMENTS, options=MORE, directory=tmp_path / "program")
@@ -89,7 +89,8 @@ def test_every_argument_is_documented_and_typed() -> None:
 def test_it_is_the_function_also_when_the_package_of_that_name_is_loaded() -> None:
     from etude.train import TrainConfig
 
-    assert callable(etude.train) and TrainConfig.__module__ == "etude.train.config"
+    assert callable(etude.train)
+    assert TrainConfig.__module__ == "etude.train.config"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_ctrl_c_before_the_work_began_begins_none(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(threading.Thread, "start", pressed)
     try:
         with pytest.raises(KeyboardInterrupt):
-            interrupted(lambda: done.append(1))
+            interrupted(lambda: done.append(1))  # type: ignore[func-returns-value]
     finally:
         signal.signal(signal.SIGINT, before)
     assert not done
@@ -220,9 +221,15 @@ def test_ctrl_c_before_the_work_began_begins_none(monkeypatch: pytest.MonkeyPatc
 
 def apart_in_a_loop(work: Any) -> Any:
     """Call `apart` from a callback of a loop, as a notebook's cell does, without asyncio's own handling of Ctrl-C."""
-    loop, results = asyncio.new_event_loop(), []
+    loop = asyncio.new_event_loop()
+    results = list[Any]()
+
+    def cell() -> None:
+        results.append(run_outside_event_loop(work))
+        loop.stop()
+
     try:
-        loop.call_soon(lambda: (results.append(run_outside_event_loop(work)), loop.stop()))
+        loop.call_soon(cell)
         loop.run_forever()
     finally:
         loop.close()

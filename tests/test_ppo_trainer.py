@@ -127,7 +127,8 @@ def test_the_introductions_program_runs_as_it_is_written_and_has_one_clear_error
 
 def test_the_given_model_learns(gpt2: Path, trainers: list[PPOTrainer]) -> None:
     world = env(gpt2, prompts=["1+1=", "2+2=", "3+1=", "5+3="], reward=lambda prompt, answer: digits(answer))
-    first = world.model.generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=5)
+    generate: Any = world.model.generate
+    first = generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=5)
     before = {name: weight.clone() for name, weight in world.model.named_parameters()}
     practice = trainer(trainers, small(), world)
     means = []
@@ -140,7 +141,7 @@ def test_the_given_model_learns(gpt2: Path, trainers: list[PPOTrainer]) -> None:
     assert metrics["grad_norm"] > 0 and len(trajectories) == 16 and len(set(trajectories.prompts)) == 4
     changed = {name for name, weight in world.model.named_parameters() if not torch.equal(weight, before[name])}
     assert changed == before.keys()
-    again = world.model.generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=5)
+    again = generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=5)
     assert again.shape == first.shape, "it still works by itself"
     ours = practice._engine.model
     ids = torch.tensor([[5, 6, 7]])

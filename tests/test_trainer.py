@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -201,7 +201,7 @@ def test_a_custom_algorithm_serves_a_model_and_has_a_client(options: dict[str, A
         (lambda o: trainer(o, max_concurrency=0), "max_concurrency is 0; it is a whole number, 1 or more"),
         (lambda o: trainer(o, n_runners=0).dev(looker, rows(2, 0)), "starts no runner here: give it 1"),
         (lambda o: trainer(o).dev(looker, []), "list of tasks is empty. Give at least one"),
-        (lambda o: trainer(o).fit(looker, [3]), "Tasks are mappings"),
+        (lambda o: trainer(o).fit(looker, cast(Any, [3])), "Tasks are mappings"),
         (lambda o: trainer(o).fit(looker), "trainer.fit(agent, train=tasks)"),
         (lambda o: trainer(o).fit(3, rows(2, 0)), "An agent is a function"),
         (lambda o: trainer(o | {"data.train": "x.jsonl"}).fit(looker, rows(2, 0)), "`data.train` is in `options`, and"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,14 +15,15 @@ from etude.records import Rollout, Sample
 
 def sample(rollout: int, action: str) -> Sample:
     """Return a row with an action token at each A of `action`."""
-    acts = [letter == "A" for letter in action]
-    turn = [0] * len(acts)
-    return Sample(list(range(len(acts))), acts, [-0.5] * len(acts), turn, turn, rollout)
+    acts = np.array([letter == "A" for letter in action])
+    turn = np.zeros(len(acts), np.int32)
+    logp = np.full(len(acts), -0.5, np.float32)
+    return Sample(np.arange(len(acts), dtype=np.int32), acts, logp, turn, turn, rollout)
 
 
 def test_observed_tokens_of_a_row_are_marked_in_the_batch() -> None:
     """Also before the row's first action; a row without a record of observations has none."""
-    seen = replace(sample(9, ".o.A"), observation=[False, True, False, False])
+    seen = replace(sample(9, ".o.A"), observation=np.array([False, True, False, False]))
     batch = Batch.from_records(
         [sample(7, "..A.A.."), sample(9, "A."), seen],
         [Rollout(7, 0, 0, 1.0), Rollout(8, 0, 0, 0.25), Rollout(9, 0, 0, -1.0)],
@@ -40,7 +42,7 @@ def test_the_metric_stays_when_the_reward_changes() -> None:
 
 
 def test_rewards_of_turns_count_for_the_metric() -> None:
-    paid = Sample([0, 1, 2], [False, True, True], [0.0, -0.5, -0.5], [0] * 3, [0, 0, 1], 3, reward=[0.0, 0.25, 0.5])
+    paid = replace(sample(3, ".AA"), turn=np.array([0, 0, 1], np.int32), reward=np.array([0.0, 0.25, 0.5]))
     batch = Batch.from_records([sample(2, ".A"), paid, sample(4, "A")], [Rollout(i, 0, 0, 1.0) for i in (2, 3, 4)])
     assert batch.metric is not None and batch.metric.tolist() == [1.0, 1.75, 1.0]
     assert batch.reward is not None and batch.reward.tolist() == [1.0, 1.0, 1.0]

@@ -86,6 +86,7 @@ def test_rollouts_without_rows_and_another_model_are_serialized_too() -> None:
 
 def _double_rewards(name: str, size: int) -> None:
     memory = SharedMemory(name=name)
+    assert memory.buf is not None
     batch = from_bytes(memory.buf[:size])
     batch.require("reward").mul_(2)
     del batch
@@ -97,6 +98,7 @@ def test_another_process_reads_and_writes_the_same_memory() -> None:
     batch = with_extras(random_batch(5))
     wire = to_bytes(batch)
     memory = SharedMemory(create=True, size=len(wire))
+    assert memory.buf is not None
     try:
         memory.buf[: len(wire)] = wire
         worker = multiprocessing.get_context("spawn").Process(target=_double_rewards, args=(memory.name, len(wire)))

@@ -185,10 +185,10 @@ def _marked(parts: RunComponents) -> RunComponents:
     parts.publish = _then(_noting_weights(parts), "published")  # type: ignore[method-assign]
     parts.evaluate.maybe_run = _then(parts.evaluate.maybe_run, "evaluated")  # type: ignore[method-assign]
     saver.save = _then(saver.save, "saved")  # type: ignore[method-assign]
-    parts.store._commit = _marked_commit(parts.store._commit)  # type: ignore[method-assign]
+    parts.store._commit = _marked_commit(parts.store._commit)  # type: ignore[assignment,method-assign]
     Request.append_token = _then(Request.append_token, "streaming")  # type: ignore[method-assign]
     if isinstance(parts.engine, TorchEngine):
-        parts.engine.update_weights = _marked_publish(parts.engine.update_weights)  # type: ignore[method-assign]
+        parts.engine.update_weights = _marked_publish(parts.engine.update_weights)  # type: ignore[assignment,method-assign]
     return parts
 
 

@@ -98,7 +98,7 @@ def _agents(place: Path, world: Path, wanted: int, seed: int) -> bool:
         strategy = ("shm", "cs")[number % 2]
         began = time.perf_counter()
         plans = random_plans(12, seed + number, uninterrupted, kill_runners=strategy == "cs")
-        result = killer.run_agents(place / str(number), world, plans, **{"agent.strategy": strategy})
+        result = killer.run_agents(place / str(number), world, plans, (), **{"agent.strategy": strategy})
         same = (result.rows, result.steps) == (uninterrupted.rows, uninterrupted.steps)
         good &= same
         kills, number = kills + result.kills + result.runner_kills, number + 1

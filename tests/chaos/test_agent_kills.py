@@ -64,7 +64,7 @@ def test_a_killed_run_in_processes_whose_runners_are_killed_trains_the_same_task
         KillPlan(KillPoint("evaluated")),
         KillPlan(runner_kills=(0.0, 0.5)),
     ]
-    result = killer.run_agents(tmp_path / "run", world, plans, **{"agent.strategy": "cs"})
+    result = killer.run_agents(tmp_path / "run", world, plans, (), **{"agent.strategy": "cs"})
     assert result.kills == 3 and result.runner_kills >= 2 and same_training(result, uninterrupted)
 
 
@@ -74,7 +74,7 @@ def test_one_kill_of_a_run_in_processes(
 ) -> None:
     """The trainer is killed while it judges, and a runner as soon as an agent has its first answer."""
     plans = [KillPlan(KillPoint("judging", 2), (0.0,))]
-    result = killer.run_agents(tmp_path / "run", world, plans, **{"agent.strategy": "cs"})
+    result = killer.run_agents(tmp_path / "run", world, plans, (), **{"agent.strategy": "cs"})
     assert result.kills == 1 and same_training(result, uninterrupted)
 
 
@@ -124,6 +124,6 @@ def test_killed_thirty_times(
     kills, number = 0, 0
     while kills < 30:
         plans = random_plans(16, number, uninterrupted, kill_runners=strategy == "cs")
-        result = killer.run_agents(tmp_path / str(number), world, plans, **{"agent.strategy": strategy})
+        result = killer.run_agents(tmp_path / str(number), world, plans, (), **{"agent.strategy": strategy})
         assert same_training(result, uninterrupted)
         kills, number = kills + result.kills + result.runner_kills, number + 1

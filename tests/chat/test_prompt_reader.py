@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +11,16 @@ import pytest
 
 from etude.chat import ChatRenderer, PromptReader, Tokenizer
 from etude.errors import ChatError
+from etude.protocols import Ids
 from etude.records import Completion, Message, ToolCall, Turn
 from tests.chat.made import COMMON, byte_level, common_first, ends_of, published, save
 
-WEATHER = {"name": "weather", "description": "Tell", "parameters": {"type": "object", "properties": {}}}
-TOOL = {"type": "function", "function": WEATHER}
+WEATHER: dict[str, object] = {
+    "name": "weather",
+    "description": "Tell",
+    "parameters": {"type": "object", "properties": {}},
+}
+TOOL: dict[str, object] = {"type": "function", "function": WEATHER}
 ASKED = [
     Message("system", "Be brief."),
     Message("user", "One?\n\nOr two?"),
@@ -38,10 +43,10 @@ def read(chat: ChatRenderer, prompt: Sequence[Message], tools: Sequence[dict[str
     return [list(entry.values()) for entry in PromptReader(chat).read_prompt(chat.render(prompt, tools))]
 
 
-def turn(prompt: Sequence[int], answer: Sequence[int], index: int, text: str) -> Turn:
+def turn(prompt: Iterable[int], answer: Sequence[int] | Ids, index: int, text: str) -> Turn:
     size = len(answer)
-    completion = Completion(np.array(answer), np.zeros(size), np.zeros(size, np.int32), "stop", text)
-    return Turn(np.array(prompt, np.int32), completion, index)
+    completion = Completion(np.array(answer), np.zeros(size, np.float32), np.zeros(size, np.int32), "stop", text)
+    return Turn(np.array([*prompt], np.int32), completion, index)
 
 
 @pytest.mark.parametrize("name", common_first(published()))

@@ -6,7 +6,9 @@ import json
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,10 +102,10 @@ def test_garbage_streams_as_it_is_parsed(ids: list[int], chats: dict[str, ChatRe
     chat = chats["qwen3"]
     parser = chat.stream_parser(None)
     deltas = [piece for id in ids for piece in parser.push([id])] + parser.finish()
-    assert message(deltas) == chat.parse(ids)
+    assert message(deltas) == chat.parse(np.array(ids, np.int32))
 
 
-def parse_letters(form: str | None, text: str, **how: bool) -> tuple[str, str]:
+def parse_letters(form: str | None, text: str, **how: Any) -> tuple[str, str]:
     """Return the reasoning and the content of a text parsed letter by letter."""
     parser = TextStreamParser(TOOL_PARSERS[form] if form else None, **how)
     parsed = message([piece for letter in text for piece in parser.push(letter)])

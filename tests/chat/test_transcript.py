@@ -38,7 +38,7 @@ def completion(chat: ChatRenderer, ids: list[int], end: bool) -> Completion:
     written = np.array([*ids, *([chat.tokenizer.eos_ids[0]] if end else [])], np.int32)
     text = chat.tokenizer.decode(written)
     return Completion(
-        written, np.zeros(len(written)), np.zeros(len(written), np.int32), "stop" if end else "length", text
+        written, np.zeros(len(written), np.float32), np.zeros(len(written), np.int32), "stop" if end else "length", text
     )
 
 

@@ -185,8 +185,8 @@ def every_algorithm() -> dict[str, AlgorithmConfig]:
     for name in ("reverse", "in_reward"):
         algorithms[f"adaptive={name}"] = AlgorithmConfig(kl=KLS[name](coefficient=0.3, controller=adaptive))
     for name in ("reverse", "weighted_reverse", "sequence"):
-        kl = KLS[name](coefficient=0.3, off_policy=True)
-        algorithms[f"off_policy={name}"] = AlgorithmConfig(kl=kl, loss=LOSSES["ppo"](reduction="seq-mean-token-sum"))
+        term = KLS[name](coefficient=0.3, off_policy=True)
+        algorithms[f"off_policy={name}"] = AlgorithmConfig(kl=term, loss=LOSSES["ppo"](reduction="seq-mean-token-sum"))
     algorithms["gae=white"] = AlgorithmConfig(
         advantage=ADVANTAGES["gae"](whiten=True, lam=0.9, bootstrap_truncated=True)
     )
@@ -203,8 +203,8 @@ def every_algorithm() -> dict[str, AlgorithmConfig]:
     by_turn = LOSSES["ppo"](unit="turn", reduction="seq-mean-token-mean")
     algorithms["unit=turn,opsm"] = AlgorithmConfig(correction=masked, loss=by_turn, advantage=ADVANTAGES["rloo"]())
     for unit in ("ppo", "gspo"):
-        loss = LOSSES[unit](unit="turn", reduction="seq-mean-token-mean")
-        algorithms[f"unit=turn,loss={unit}"] = AlgorithmConfig(loss=loss, advantage=ADVANTAGES["rloo"]())
+        of_turns = LOSSES[unit](unit="turn", reduction="seq-mean-token-mean")
+        algorithms[f"unit=turn,loss={unit}"] = AlgorithmConfig(loss=of_turns, advantage=ADVANTAGES["rloo"]())
     return algorithms
 
 

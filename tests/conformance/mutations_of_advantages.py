@@ -12,7 +12,7 @@ from tests.conformance import test_advantages_exact as exact
 from tests.conformance import test_advantages_restated as restated
 from tests.conformance.mutations import Mutation
 
-TOKEN_REWARDS = Rewards.sparse_token_rewards.func
+TOKEN_REWARDS = vars(Rewards)["sparse_token_rewards"].func
 
 MUTATIONS = [
     Mutation(

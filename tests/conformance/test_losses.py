@@ -4,6 +4,7 @@ REINFORCE, whose gradient all of them estimate."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,7 +102,7 @@ def test_losses_of_units_over_turns() -> None:
     advantages = torch.from_numpy(np.random.default_rng(6).normal(size=view.turns.count))
     with_turn_advantages = batch.replace(advantage=view.scatter(view.turns.broadcast(advantages), fill=torch.nan))
     assert view.turns.count > view.rollouts.count
-    formulas = {
+    formulas: dict[str, tuple[dict[str, Any], Formula]] = {
         "gspo": ({"clip_low": 0.02, "clip_high": 0.03}, restated.gspo(0.02, 0.03)),
         "gmpo": ({}, restated.gmpo(0.4)),
         "vespo": ({"reduction": "seq-mean-token-mean"}, restated.vespo((2, 3), (3, 2))),

@@ -37,7 +37,8 @@ def test_a_console_uses_characters_that_its_file_can_encode(encoding: str, block
 def test_a_sheet_has_the_requested_panels(tmp_path: Path, count: int, columns: int, rows: int) -> None:
     figure, panels, actual_columns = make_figure(count, "a title", most_columns=3, panel=(2.0, 1.5))
     assert len(panels) == count and actual_columns == columns
-    assert panels[0].get_gridspec().nrows == rows
+    grid = panels[0].get_gridspec()
+    assert grid is not None and grid.nrows == rows
     style_panel(panels[0], "reward", "0.5", GOOD_COLOR)
     figure.savefig(tmp_path / "sheet.png")
     assert imread(tmp_path / "sheet.png").std() > 0.01

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from etude.observe import Sink
 from etude.observe.sinks import BackgroundSink, RunInfo, SafeSink
 
 RUN = RunInfo(name="demo", directory=Path("unused"))
 
 
-class Recorder:
+class Recorder(Sink):
     """A sink that keeps its input, and fails where the test says."""
 
     name = "recorder"
@@ -121,7 +122,7 @@ def test_a_failure_is_reported_even_if_closing_never_ends(
     release: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorder = Recorder(ALL[1])
-    recorder.close = lambda: bool(release.wait()) and None  # type: ignore[method-assign]
+    recorder.close = lambda: bool(release.wait()) and None  # type: ignore[assignment,method-assign]
     began = time.monotonic()
     drive(SafeSink(BackgroundSink(recorder, close_timeout=0.2)))
     assert time.monotonic() - began < 10

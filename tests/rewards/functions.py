@@ -130,7 +130,7 @@ def lacks(task: Task, answer: str) -> float:
         case "attribute":
             return float(task.anser)  # type: ignore[attr-defined]
         case "other":
-            return float({}["anser"])
+            return float(dict[str, float]()["anser"])
         case _:
             raise ValueError("no such luck")
 

@@ -109,7 +109,7 @@ def test_an_introduction_and_emphasis_are_forgiven() -> None:
     assert Instructions(loose=True)(wanted, "dear All\nOf you") == 0
 
 
-TWO = {
+TWO: dict[str, Any] = {
     "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
     "kwargs": [{}, {"num_words": 3, "relation": "at least", "keywords": None}],
 }

@@ -139,7 +139,7 @@ def test_a_process_awaits_coroutine_functions_too() -> None:
 # -- failures are outcomes --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=WORKERS.values(), ids=WORKERS)
+@pytest.fixture(scope="module", params=[*WORKERS.values()], ids=[*WORKERS])
 def shared(request: pytest.FixtureRequest) -> Iterator[Judge]:
     """One judge for all failures: each test also shows that it has survived the one before."""
     with Judge(MISBEHAVES, JudgingConfig(workers=request.param, timeout=0.5)) as judge:

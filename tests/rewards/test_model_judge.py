@@ -17,7 +17,7 @@ import pytest
 from etude.config.show import render_config, to_yaml
 from etude.errors import ConfigError, DataError
 from etude.observe import configure_logging
-from etude.records import Outcome, Task
+from etude.records import Json, Outcome, Task
 from etude.rewards import Judge, JudgingConfig, ModelJudge, Verdict, judge_client
 from etude.rewards.combined import CombinedReward
 from tests.rewards.served import Reply, Served, serving
@@ -91,7 +91,7 @@ def test_an_answer_does_not_close_its_tag(mark: str) -> None:
 
 
 def test_conversations_are_shown_whole() -> None:
-    prompt = [
+    prompt: list[Json] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "2+2?"}]},
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -21,7 +22,7 @@ from tests.view.made import Viewer, write_run
 Captured = pytest.CaptureFixture[str]
 
 
-def written(directory: Path, steps: int = 8, **values: float) -> Path:
+def written(directory: Path, steps: int = 8, **values: Any) -> Path:
     """Write the metrics and options of a run."""
     sink = JsonlSink()
     sink.open(RunInfo("run", directory))
@@ -33,7 +34,7 @@ def written(directory: Path, steps: int = 8, **values: float) -> Path:
 
 
 def test_a_finding_has_its_evidence_its_remedy_and_its_page(tmp_path: Path, capsys: Captured) -> None:
-    run = written(tmp_path / "my run", **{"mismatch/rollout_effective_sample_size": 0.2})
+    run = written(tmp_path / "my run", 8, **{"mismatch/rollout_effective_sample_size": 0.2})
     assert main(["doctor", str(run)]) == 1
     printed = capsys.readouterr().out
     assert "sample size low: " in printed and "`ess_floor=0.3`" in printed and "`correction.weight=truncate`" in printed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from etude.store import AdvantagesEstimated, MemoryJournal, RolloutsAdmitted, TaskDropped
 from etude.tools.step_index import StepIndex
 from tests.store.made import group, tried
@@ -45,9 +47,15 @@ def test_a_refresh_reads_only_what_is_new() -> None:
     for task in range(3):
         store.append([*group(task), *tried(2 * task), *tried(2 * task + 1)])
         store.append([RolloutsAdmitted(task + 1, (2 * task, 2 * task + 1), end=0, version=0)])
-    index, read = StepIndex(store), []
+    index = StepIndex(store)
+    read = list[Any]()
     records = store._records
-    store._records = lambda *given: read.append(given) or records(*given)  # type: ignore[method-assign,func-returns-value]
+
+    def noted(*given: Any) -> Any:
+        read.append(given)
+        return records(*given)
+
+    store._records = noted  # type: ignore[assignment,method-assign]
     index.refresh()
     assert not read
     store.append([*group(7), *tried(14), *tried(15), RolloutsAdmitted(4, (14, 15), end=0, version=0)])

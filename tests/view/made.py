@@ -40,7 +40,7 @@ def turn(tokens: int, version: int, text: str = "42", prompt: int = 4) -> Turn:
     """Return a turn of this many tokens, sampled by one policy version."""
     ids = np.arange(tokens, dtype=np.int32)
     logp = np.full(tokens, -0.5, np.float32)
-    return Turn(np.arange(prompt), Completion(ids, logp, np.full(tokens, version), "stop", text), 0)
+    return Turn(np.arange(prompt, dtype=np.int32), Completion(ids, logp, np.full(tokens, version), "stop", text), 0)
 
 
 def rollout_events(

@@ -13,6 +13,7 @@ import pytest
 
 from etude.store import AttemptStarted, Journal, NoteRecorded, RolloutQueued, TaskIssued, open_store
 from etude.store.http.otlp import JSON, parse_spans
+from etude.store.journal.states import TaskState
 from etude.view.export import export_page
 from tests.view.made import Viewer, rollout_events, turn, write_run
 from tests.view.pictures import data_url, png
@@ -45,8 +46,14 @@ def test_images_have_addresses_and_are_named_in_a_prompt_that_cannot_be_decoded(
     assert viewer.get("group", run="a run", task=9)["images"] == page["images"]
     found = viewer.get("search", run="a run", q='"[image 1]"', seconds=10)["rollouts"]
     assert found["rollout"] == [99] and viewer.get("search", run="a run", q="base64")["rollouts"]["rollout"] == []
-    read, tasks = Journal.task, list[int]()
-    monkeypatch.setattr(Journal, "task", lambda journal, id: tasks.append(id) or read(journal, id))
+    read = Journal.task
+    tasks = list[int]()
+
+    def noted(journal: Journal, id: int) -> TaskState:
+        tasks.append(id)
+        return read(journal, id)
+
+    monkeypatch.setattr(Journal, "task", noted)
     replies = [viewer.ask(image) for image in page["images"]]
     assert tasks == [9], "read once for both images"
     assert [reply.content for reply in replies] == [first, second]

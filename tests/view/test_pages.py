@@ -73,7 +73,7 @@ def write_retried(directory: Path) -> None:
             [AttemptStarted(99, 0), *(TurnRecorded(99, 0, replace(t, index=n)) for n, t in enumerate(branched))]
         )
         store.append([AttemptEnded(99, 0, Outcome.INFRA_ERROR, HOSTILE, retry=True)])
-        store.append([AttemptStarted(99, 1), TurnRecorded(99, 1, Turn(np.arange(9), answer, 0))])
+        store.append([AttemptStarted(99, 1), TurnRecorded(99, 1, Turn(np.arange(9, dtype=np.int32), answer, 0))])
         span = {"trace_id": "", "span_id": "1", "parent_span_id": "", "name": HOSTILE, "scope": HOSTILE, "kind": 0}
         span |= {"start_ns": 0, "end_ns": 0, "attributes": {HOSTILE: HOSTILE}, "events": [], "status": {"code": 2}}
         store.append([NoteRecorded(99, 1, "span", span)])

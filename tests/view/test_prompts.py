@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Path:
     model = save(tmp_path / "model", byte_level(CHATML), CHATML, CHATML_ENDS)
     write_text(directory / "run.yaml", f"recipe: train\nmodel:\n  path: {model}\n")
     chat = ChatRenderer(Tokenizer.load(model))
-    answer = Completion(np.zeros(1, np.int32), np.zeros(1), np.zeros(1, np.int32), "stop", "Four.")
+    answer = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop", "Four.")
     with closing(open_store(directory / "journal.sqlite")) as store:
         store.append([TaskIssued(0, 0, "sums", {"question": "2 + 2", "answer": HIDDEN})])
         store.append([RolloutQueued(rollout, 0, rollout) for rollout in range(2)])

@@ -12,6 +12,7 @@ import struct
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,12 @@ def test_a_run_that_has_not_changed_is_not_read_again(
     assert viewer.get("runs")["step"] == [3]
     opened = list[Path]()
     real = Path.open
-    monkeypatch.setattr(Path, "open", lambda path, *given, **named: opened.append(path) or real(path, *given, **named))
+
+    def noted(path: Path, *given: Any, **named: Any) -> Any:
+        opened.append(path)
+        return real(path, *given, **named)
+
+    monkeypatch.setattr(Path, "open", noted)
     assert viewer.get("runs")["step"] == [3] and not opened
     write_metrics(tmp_path / "first", 5, first=4)
     opened.clear()
@@ -131,7 +137,7 @@ def test_rollouts_have_their_answers_and_advantages_and_are_picked_by_reward(tmp
     run = write_run(tmp_path / "run", steps=2)
     with closing(open_store(run / "journal.sqlite")) as store:
         ids = store.admitted()[2]
-        store.append([AdvantagesEstimated(2, ids, [0.5 - id % 2 for id in ids])])
+        store.append([AdvantagesEstimated(2, ids, tuple(0.5 - id % 2 for id in ids))])
         store.append([TaskIssued(90, 0, "", {}), RolloutQueued(900, 90, 0, "val")])
     viewer = Viewer(tmp_path)
     rollouts = viewer.get("step", run="run", step=2)["rollouts"]
@@ -370,7 +376,7 @@ def test_the_preset_that_a_run_was_started_from_is_named_though_options_differ(v
 
 
 def test_the_preset_of_a_run_is_the_one_whose_options_it_has() -> None:
-    dapo = {
+    dapo: dict[str, Any] = {
         "advantage": {"name": "grpo"},
         "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28, "reduction": "token-mean"},
         "overlong": {"max_length": 99},

@@ -32,6 +32,7 @@ from etude.view.catalog import RunCatalog
 from etude.view.queries import search
 from etude.view.queries.search import TOOL_NAME, SearchPage, search_rollouts
 from etude.view.queries.search_syntax import parse_search
+from etude.view.queries.step import step_rollouts
 from etude.view.run_reader import RunReader
 from tests.view.made import Viewer, rollout_events, turn, write_run
 from tests.worlds import make_tokenizer
@@ -169,7 +170,7 @@ def test_reading_a_large_step_takes_none_of_the_time_of_its_search(
     reader: RunReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    read = search.step_rollouts
+    read = step_rollouts
 
     def read_slowly(*arguments: Any) -> Any:
         now[0] += 0.3

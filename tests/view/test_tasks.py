@@ -27,7 +27,7 @@ def answer(*ids: int) -> Turn:
     """Return a turn of these tokens."""
     tokens = np.array(ids, np.int32)
     completion = Completion(tokens, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop", str(ids))
-    return Turn(np.arange(2), completion, 0)
+    return Turn(np.arange(2, dtype=np.int32), completion, 0)
 
 
 def draw(directory: Path, task: int, step: int, *answers: Turn) -> None:

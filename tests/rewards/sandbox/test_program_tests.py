@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from etude.records import Task
+from etude.records import Json, Task
 from etude.rewards.sandbox.guest.compare import outputs_match, values_match
 from etude.rewards.sandbox.parse_tests import ParsedTests
 from etude.rewards.sandbox.program_tests import CallTests, ScriptTests, StatementTests, read_tests
@@ -62,7 +62,13 @@ def test_tests_of_statements_are_read(truth: Any) -> None:
 
 
 def test_separate_columns_are_read_if_there_is_no_right_answer() -> None:
-    row = {"prompt": "p", "ground_truth": None, "text": "t", "code": "c", "test_list": ["assert f(1) == 2"]}
+    row: dict[str, Json] = {
+        "prompt": "p",
+        "ground_truth": None,
+        "text": "t",
+        "code": "c",
+        "test_list": ["assert f(1) == 2"],
+    }
     tests = read_tests(Task(0, {**row, "test_setup_code": "import math", "row": 3}))
     assert isinstance(tests, StatementTests) and tests.count == 1
     assert tests.parsed.statements == (("import math", False), ("assert f(1) == 2", True))

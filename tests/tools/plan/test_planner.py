@@ -122,7 +122,8 @@ def test_every_kind_of_memory_has_a_name(model: Path) -> None:
     assert kinds["weights"] == kinds["reference"] and 0 <= kinds["weights"] - 2 * elements < 1000
     assert kinds["masters"] == 4 * elements and kinds["optimizer"] - 8 * elements < 1000
     assert kinds["gradients"] >= 4 * elements * 0.5 and kinds["activations"] > 0
-    assert kinds["kv"] == pytest.approx(run.rollout.kv_gib * GIB, rel=0.02)
+    assert run.embedded_engine is not None
+    assert kinds["kv"] == pytest.approx(run.embedded_engine.kv_gib * GIB, rel=0.02)
 
 
 @pytest.mark.slow
@@ -132,7 +133,9 @@ def test_the_planned_memory_of_keys_and_states_is_the_engines(tmp_path: Path) ->
     options = ("train.precision=fp32", "rollout.kv_gib=0.02", "ranks=1", "gpus=0")
     plan = plan_memory(plan_run(tmp_path, *options), with_savings=False)
     model = create(config, seed=0)
-    engine = TorchEngine(model, None, plan_run(tmp_path, *options).rollout)
+    embedded = plan_run(tmp_path, *options).embedded_engine
+    assert embedded is not None
+    engine = TorchEngine(model, None, embedded)
     with engine:
         engine.generate_all([np.arange(8, dtype=np.int32)], [SamplingParams(max_tokens=2)])
         caches = engine._cache
@@ -497,7 +500,7 @@ def test_replicas_are_counted_on_their_devices(model: Path) -> None:
 class Other(VllmConfig):
     """A server engine without a known memory policy."""
 
-    def create_backend(self) -> ServerBackend:
+    def create_backend(self, adapters: int = 0) -> ServerBackend:
         """Return vLLM's backend under another name."""
         return type("Elsewhere", (VllmBackend,), {"package": "Elsewhere"})()  # type: ignore[no-any-return]
 

@@ -290,8 +290,10 @@ def long_tail(staleness: int, window: int | None) -> SimulationResult:
     """A run whose longest rollouts take as long as several steps."""
     workload = SyntheticWorkload(SimulateOptions(group_size=2, tokens=300, spread=1.4, max_tokens=30_000, seed=5))
     cluster = Cluster(16, 16, lambda running: 0.01, lambda step, tokens: 6.0)
-    options = {"tasks": 12, "group_size": 2, "refill": 0, "max_staleness": staleness}
-    return Simulation(cluster, workload, CollectionScheduler(**options, window=window, last_step=40), steps=40).run()
+    scheduler = CollectionScheduler(
+        tasks=12, group_size=2, refill=0, max_staleness=staleness, window=window, last_step=40
+    )
+    return Simulation(cluster, workload, scheduler, steps=40).run()
 
 
 def test_quick_groups_first_is_nearly_as_fast_with_younger_rollouts() -> None:
