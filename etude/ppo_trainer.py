@@ -235,7 +235,9 @@ class PPOTrainer:
         selected = [self._dataset.task(self._order.advance_to(ordinal), ordinal) for ordinal in ordinals]
         tasks = [task for task in selected for _ in range(self._group_size)]
         sampling = [
-            self.run.sampling.params(derived_seed(self.run.seed, "train", task.ordinal, index % self._group_size, 0))
+            self.run.sampling.training_params(
+                derived_seed(self.run.seed, "train", task.ordinal, index % self._group_size, 0)
+            )
             for index, task in enumerate(tasks)
         ]
         self._collected += 1

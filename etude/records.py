@@ -132,6 +132,18 @@ class SamplingParams(FrozenRecord):
             if not valid:
                 raise ValueError(f"SamplingParams.{name} must be {wanted}; {getattr(self, name)} was given.")
 
+    @property
+    def excludes_tokens(self) -> bool:
+        """True if some tokens of the vocabulary may have no chance to be drawn."""
+        return (
+            self.top_p < 1
+            or self.top_k > 0
+            or self.min_p > 0
+            or self.min_tokens > 0
+            or self.temperature == 0
+            or -math.inf in self.logit_bias.values()
+        )
+
 
 FINISH_REASONS = ("stop", "length", "abort")
 

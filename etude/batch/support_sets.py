@@ -61,6 +61,15 @@ class SupportSets:
         )
         return (place - missing).to(index.dtype), kept
 
+    def sizes(self, vocab_size: int) -> Tensor:
+        """[S]: return how many tokens are in each set."""
+        lengths = self.offsets.diff()
+        sizes = torch.where(self.kind == SetKind.BANNED, vocab_size - lengths, lengths)
+        sets = (self.kind == SetKind.BITS).nonzero()[:, 0]
+        if len(sets):
+            sizes[sets] = self._unpack_bits(sets, vocab_size).sum(1)
+        return sizes
+
     def mask(self, index: Tensor, vocab_size: int) -> Tensor:
         """[n] places → [n, V]: return which tokens could be drawn; all of them at place -1."""
         sets = index.long()

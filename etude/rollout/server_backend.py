@@ -102,6 +102,8 @@ class ServerBackend(ABC):
     wake_path: ClassVar[str]
     update_paths: ClassVar[tuple[str, str]]
     """The endpoints that begin and finish an update by buckets."""
+    reports_support: ClassVar[bool] = False
+    """True if it can report, for each token, the set of tokens that could be drawn."""
     adapters_path: ClassVar[str] = ""
     """The prefix of the endpoints for adapters."""
 
@@ -137,6 +139,12 @@ class ServerBackend(ABC):
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Refuse sampling parameters that would mean something else there, as a logit bias that servers clip."""
+        if sampling.support and not self.reports_support:
+            raise ConfigError(
+                f"These sampling parameters exclude tokens from an answer that is trained on, and {self.package} does "
+                "not report which. Leave `top_p`, `top_k`, `min_p`, `min_tokens` and bans out, or sample with the "
+                "embedded engine."
+            )
         too_large = next((bias for bias in sampling.logit_bias.values() if not abs(bias) <= MAX_LOGIT_BIAS), None)
         if too_large is not None:
             raise ConfigError(

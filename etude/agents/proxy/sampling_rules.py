@@ -2,15 +2,16 @@
 
 Training needs answers that are sampled as the run says, even if an agent sets another temperature. So the run's
 parameters hold by default, and a response header names those of the agent that were not followed. If the agent's
-parameters may hold, training refuses those that change the distribution of tokens, since it would compare the policy
-with another distribution than the sampled one. Parameters that are part of an agent's program always hold: its stop
-strings, its number of answers, and a limit on length below the run's.
+parameters may hold, training follows those that exclude tokens, and each answer records which tokens were left. It
+refuses those that change the distribution in another way, since it could not compute it again. Parameters that are part
+of an agent's program always hold: its stop strings, its number of answers, and a limit on length below the run's.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -26,8 +27,10 @@ is the attempt's index without attempts that infrastructure broke. The occurrenc
 in the attempt."""
 FORCED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens", "seed")
 """The agent's parameters that are not followed if the run's are forced."""
-DISTRIBUTION = tuple(name for name in FORCED if name != "seed")
-"""The parameters that change the distribution of tokens."""
+DISTRIBUTION = ("temperature", "repetition_penalty", "logit_bias")
+"""The parameters that change the distribution of tokens in a way that a set of tokens does not say."""
+BAN = -100.0
+"""A bias from here on keeps a token from being drawn."""
 
 
 def make_seed_function(run: int) -> SeedFunction:
@@ -70,9 +73,13 @@ class SamplingRules:
                     f"'{request.penalties[0]}' is not supported by this endpoint; leave it out.",
                     param=request.penalties[0],
                 )
-            if use == "train":
-                _refuse_other_distribution(run, requested)
-            return _override(run, overrides), request.ignored
+            if use == "val":
+                return _override(run, overrides), request.ignored
+            if "logit_bias" in overrides:
+                overrides["logit_bias"] = _ban(overrides["logit_bias"])
+            _refuse_other_distribution(run, overrides)
+            params = _override(run, overrides)
+            return replace(params, support=params.excludes_tokens), request.ignored
         ignored = [name for name in FORCED if name in overrides and overrides.pop(name) != getattr(run, name)]
         if overrides.get("max_tokens", 0) > run.max_tokens:
             ignored.append("max_tokens")
@@ -86,13 +93,20 @@ def _refuse_other_distribution(run: SamplingParams, requested: JSONObject) -> No
         own = getattr(run, name)
         if requested.get(name, own) == own:
             continue
-        needed = "left out" if name == "logit_bias" else f"left out, or {own:g}"
+        if name == "logit_bias" and all(bias == -math.inf for bias in requested[name].values()):
+            continue
+        needed = f"left out, or {BAN:g} or less" if name == "logit_bias" else f"left out, or {own:g}"
         raise APIError(
             f"'{name}' has to be {needed}: this call is trained on, and another value changes the distribution of "
             f"tokens in a way that training does not know. An evaluation may have it; `agent.parameters=force` ignores "
             "it in training.",
             param=name,
         )
+
+
+def _ban(biases: Mapping[int, float]) -> dict[int, float]:
+    """Return the biases with minus infinity for the tokens that have no chance, so that they are known to have none."""
+    return {id: -math.inf if bias <= BAN else bias for id, bias in biases.items()}
 
 
 def _override(run: SamplingParams, values: dict[str, object]) -> SamplingParams:

@@ -100,7 +100,7 @@ def agent_source(
             chat,
             engine,
             max_total_tokens,
-            train=run.sampling.params(),
+            train=run.sampling.training_params(),
             val=val,
             seed=run.seed,
             config=config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 from pydantic import Field
 
@@ -22,11 +23,20 @@ class SamplingBase(Config):
         "tokens",
     )
     top_k: int = Field(0, ge=0, description="sample among this many of the most likely tokens; 0 is all")
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="sample among the tokens with at least this share of the likeliest one's probability; 0 is all",
+    )
     stop: tuple[str, ...] = Field((), description="texts that end an answer, besides the model's own end token")
 
 
 class SamplingConfig(SamplingBase):
-    """Sampling options for training. The defaults sample from the model's own distribution, which training needs."""
+    """Sampling options for training. The defaults sample from the model's own distribution.
+
+    Filters are followed: each token's set of possible tokens is recorded, and its log-prob is over that set.
+    """
 
     max_tokens: int = Field(1024, ge=1, description="most tokens of an answer; longer ones are cut off")
 
@@ -37,9 +47,22 @@ class SamplingConfig(SamplingBase):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
             stop=self.stop,
             seed=seed,
         )
+
+    def training_params(self, seed: int | None = None) -> SamplingParams:
+        """Return the parameters of requests whose answers are trained on: they report what could be drawn."""
+        params = self.params(seed)
+        return replace(params, support=params.excludes_tokens)
+
+    @property
+    def filters(self) -> dict[str, float]:
+        """The options that exclude tokens, by name."""
+        values = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        neutral = SamplingParams()
+        return {name: value for name, value in values.items() if value != getattr(neutral, name)}
 
 
 class EvaluationSampling(SamplingBase):

@@ -20,6 +20,7 @@ from torch import Tensor
 from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, Loss, LossValue, Outputs, View
 from etude.algorithms.corrections import measure_mismatch
 from etude.algorithms.losses.supervised import ValueLoss
+from etude.algorithms.support_metrics import measure_support
 from etude.batch import Batch
 from etude.checkpoint import export, export_adapter
 from etude.dispatch.machine import machine_id
@@ -188,6 +189,7 @@ class PolicyWorker(CheckpointedWorker):
         self._objective.state = estimated.state
         self._next_state = estimated.next_state
         self._estimated = estimated.metrics
+        self._estimated.merge(measure_support(batch, self._learner.model.vocab_size))
         return estimated.batch
 
     @dispatch_mode(Split.ROLLOUTS, Gather.METRICS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -385,7 +386,7 @@ CHANGED: dict[str, Any] = {
     "min_p": 0.1,
     "repetition_penalty": 1.1,
     "min_tokens": 1,
-    "logit_bias": {"3": -100},
+    "logit_bias": {"3": -2},
 }
 NEUTRAL: dict[str, Any] = {
     "temperature": 1,
@@ -407,7 +408,7 @@ def test_training_refuses_parameters_that_change_the_distribution(path: str) -> 
     with serving(upstream, chat_of(), config=EndpointConfig(parameters="default")) as world:
         key, scored = world.attempt().model_key, world.attempt("val").model_key
         names = CHANGED if path != "/v1/messages" else {"temperature", "top_p", "top_k"}
-        for name in names:
+        for name in {*names} - {"top_p", "top_k", "min_p", "min_tokens"}:  # the others say which tokens are left
             body = {**CALLS[path], name: CHANGED[name]}
             refused = posted(world, path, body, key)
             assert refused.status_code == 400, name
@@ -418,6 +419,21 @@ def test_training_refuses_parameters_that_change_the_distribution(path: str) -> 
         neutral |= {"top_k": 0} if path == "/v1/messages" else {}
         assert posted(world, path, {**CALLS[path], **neutral}, key).status_code == 200
     assert replace(upstream.asked[-1], seed=None, max_tokens=1) == SamplingParams(max_tokens=1)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+def test_training_follows_parameters_that_exclude_tokens_and_asks_for_what_is_left(path: str) -> None:
+    filters = {"top_p": 0.9, "top_k": 50}
+    filters |= {} if path == "/v1/messages" else {"min_p": 0.1, "min_tokens": 1, "logit_bias": {"3": -100}}
+    upstream = scripted()
+    with serving(upstream, chat_of(), config=EndpointConfig(parameters="default")) as world:
+        trained, scored = world.attempt().model_key, world.attempt("val").model_key
+        for name, value in filters.items():
+            for key in (trained, scored):
+                assert posted(world, path, {**CALLS[path], name: value}, key).status_code == 200, name
+                assert upstream.asked[-1].support == (key == trained)
+                followed = getattr(upstream.asked[-1], name)
+                assert followed == ({3: -math.inf if key == trained else -100} if name == "logit_bias" else value)
 
 
 def test_seeds_are_derived() -> None:

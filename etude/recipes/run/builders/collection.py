@@ -95,7 +95,7 @@ class RolloutBuilder:
             engine_source = EngineSource(
                 stack.enter_context(open_own_queue(store)),
                 {
-                    "train": (self._build_player(episodes), run.sampling.params()),
+                    "train": (self._build_player(episodes), run.sampling.training_params()),
                     "val": (scoring, run.evaluate.sampling.fill_from(run.sampling).params()),
                 },
                 seed=run.seed,

@@ -105,12 +105,6 @@ def _check_algorithm_options(run: Run) -> Iterator[ConfigError]:
         yield ConfigError(
             "This advantage needs a teacher, and none is named: give a model directory with `teacher.path=…`."
         )
-    if run.sampling.top_p < 1 or run.sampling.top_k > 0:
-        yield ConfigError(
-            "`sampling.top_p` and `sampling.top_k` exclude tokens that training does not exclude: the policy would "
-            "be compared with another distribution than the sampled one. Leave them at 1 and 0; `evaluate.sampling` "
-            "may have others."
-        )
     alone = trial_advantages(run.advantage) if run.collect.group_size == 1 else None
     if alone is not None and not any(alone):
         yield ConfigError(
@@ -288,6 +282,11 @@ def check_servers(run: Run) -> Iterator[ConfigError]:
     if run.train.precision == "fp64":
         yield ConfigError(
             "`train.precision=fp64` is a precision that no server computes in. Choose another, or `rollout=embedded`."
+        )
+    for name, value in run.sampling.filters.items():
+        yield ConfigError(
+            f"`sampling.{name}={value:g}` cuts tokens off, and servers do not report which. Choose `rollout=embedded`, "
+            "or leave it out."
         )
     if run.lora.publish != type(run.lora)().publish:
         yield ConfigError(
