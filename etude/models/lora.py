@@ -88,9 +88,8 @@ def _linear_layers(model: Model) -> dict[str, nn.Module]:
 
 def _not_adapted_by_peft(model: Model) -> frozenset[str]:
     """Return the last parts of names that peft refuses in this model, or takes for those of its fused experts."""
-    has_experts = any(weight.ndim == 3 and "experts" in name for name, weight in model.named_weights())
     refused = MAMBA_REFUSED if model.module.config.model_type in MAMBA_TYPES else frozenset()
-    return refused | (EXPERT_PROJECTIONS if has_experts else frozenset())
+    return refused | (EXPERT_PROJECTIONS if model.has_experts else frozenset())
 
 
 def _shorten_names(chosen: list[str], module: nn.Module) -> list[str]:

@@ -249,6 +249,11 @@ class Model:
         return config | {"architectures": [type(self.module).__name__]}
 
     @property
+    def has_experts(self) -> bool:
+        """True if it has a mixture of experts, whose weights are those of all experts together."""
+        return any(weight.ndim == 3 and "experts" in name for name, weight in self.named_weights())
+
+    @property
     def has_adapters(self) -> bool:
         """True if it has adapters."""
         return any(map(is_adapted, self.module.modules()))

@@ -172,7 +172,7 @@ def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, 
         load_weights(model, checkpoints, checkpoint)
         generation = None if model.has_score_head else model.module.generation_config
         export(
-            model.with_buffers(model.merged_weights()),
+            PublishedNames(model.module).publish(model.with_buffers(model.merged_weights())),
             _described(model, chat.tokenizer),
             to,
             tokenizer=run.model.tokenizer or run.model.path,
@@ -243,9 +243,9 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
         untied = config.needs_untied_head(device)
         described = model.config_dict() | ({"tie_word_embeddings": False} if untied else {})
         weights = model.with_buffers(model.untied_weights() if untied else model.merged_weights())
-        if config.url:  # such servers may serve the whole model that this one is a part of
-            weights = PublishedNames(model.module, find_weights(run.model.path)).rename(weights)
-        export(weights, described, where, tokenizer=run.model.tokenizer or run.model.path)
+        # servers that run may serve the whole model that this one is a part of
+        names = PublishedNames(model.module, find_weights(run.model.path) if config.url else ())
+        export(names.publish(weights), described, where, tokenizer=run.model.tokenizer or run.model.path)
         dtype, threads = DTYPES[run.train.precision], run.rank_threads()
         console = make_console(run.observe.console)
         with start_servers(

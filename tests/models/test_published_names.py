@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from etude.checkpoint import export
 from etude.models import load, save
 from etude.models.published_names import PublishedNames
 from etude.models.weight_files import WeightFiles, find_weights
-from tests.families import family_model
+from tests.families import FAMILIES, family_model
 from tests.recipes.ranked import RankPolicy, family_policy
 
 
@@ -50,3 +52,24 @@ def test_a_policy_is_written_by_the_names_that_servers_know(tmp_path: Path) -> N
     save(model, tmp_path / "own")
     for directory, same in (("joined", "whole"), ("started", "own")):
         assert find_weights(tmp_path / directory).keys() == find_weights(tmp_path / same).keys()
+
+
+RENAMED = (
+    *("qwen3_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "kimi_linear"),
+    *("nemotron_h", "granitemoehybrid", "lfm2_moe"),
+)
+"""Families whose files have other names than transformers' parameters."""
+QUICK = ("granitemoehybrid", "deepseek_v3")
+CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_family_is_published_as_transformers_writes_its_files(name: str) -> None:
+    """Each expert is a tensor of its own, for example; nothing is left out."""
+    model = family_model(name)
+    weights = dict(model.with_buffers(model.merged_weights()))
+    published = dict(PublishedNames(model.module).publish(weights.items()))
+    wanted = revert_weight_conversion(model.module, dict(weights))
+    assert published.keys() == wanted.keys()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in published.items())
+    assert (published.keys() == weights.keys()) == (name not in RENAMED)

@@ -326,7 +326,7 @@ class PolicyWorker(CheckpointedWorker):
         self._sent_version = self._learner.version
         self._sender = self._sender or WeightSender(plan.sync, self._learner.model.device)
         with self._server_weights(plan.untied) as weights:
-            named = self._rename(weights, plan.names_of)
+            named = self._names(plan.names_of).publish(self._learner.model.with_buffers(weights))
             return self._sender.send(servers_of_rank, named, version)  # type: ignore[return-value]
 
     @dispatch_mode()
@@ -342,7 +342,7 @@ class PolicyWorker(CheckpointedWorker):
         config = model.config_dict() | ({"tie_word_embeddings": False} if untied and not bare else {})
         with self._collective(self._learner.base_weights()) if bare else self._server_weights(untied) as weights:
             if current_ranks().rank == 0:
-                named = self._rename(model.with_buffers(weights), names_of)
+                named = self._names(names_of).publish(model.with_buffers(weights))
                 export(named, config, directory, tokenizer=tokenizer)
         return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
@@ -350,10 +350,15 @@ class PolicyWorker(CheckpointedWorker):
     def write_adapter(self, directory: Path, base: Path, names_of: Path | None = None) -> int:
         """Write only the adapters of the policy, in peft's format, by one rank; return their bytes. base: the directory
         of the adapted model. names_of: see `SendPlan`."""
-        weights = dict(self._rename(self._learner.adapter_weights().items(), names_of))
+        weights = dict(self._names(names_of).rename(self._learner.adapter_weights().items()))
         if current_ranks().rank == 0:
             export_adapter(weights, adapter_config(self._learner.model, base), directory)
         return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+    @dispatch_mode()
+    def has_experts(self) -> bool:
+        """Return True if the policy has a mixture of experts."""
+        return self._learner.model.has_experts
 
     @dispatch_mode()
     def adapter_rank(self) -> int:
@@ -371,11 +376,9 @@ class PolicyWorker(CheckpointedWorker):
         merged = self._learner.merged_weights()
         return self._collective(self._learner.model.untied_weights(merged) if untied else merged)
 
-    def _rename(self, weights: Iterable[tuple[str, Tensor]], names_of: Path | None) -> Iterable[tuple[str, Tensor]]:
-        """Yield these weights by the names that servers know; see `SendPlan`."""
-        if names_of is None:
-            return weights
-        return PublishedNames(self._learner.model.module, find_weights(names_of)).rename(weights)
+    def _names(self, names_of: Path | None) -> PublishedNames:
+        """Return the names that servers know; see `SendPlan`."""
+        return PublishedNames(self._learner.model.module, () if names_of is None else find_weights(names_of))
 
     @contextmanager
     def _collective(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Iterable[tuple[str, Tensor]]]:
