@@ -291,6 +291,9 @@ class ServerConfig(RolloutConfig):
         """Return True if a model with a tied head must be served with a separate head."""
         return False
 
+    def check_experts(self, device: str) -> None:
+        """Refuse a transport that does not bring new experts to the servers."""
+
     @abstractmethod
     def create_backend(self, adapters: int = 0) -> ServerBackend:
         """Create the backend of this kind of server. adapters: see `ServerBackend`."""
@@ -308,6 +311,18 @@ class VllmConfig(ServerConfig):
         weight.
         """
         return device == "cpu"
+
+    def check_experts(self, device: str) -> None:
+        """Refuse files on a CPU.
+
+        There vLLM computes with packed experts, and packs new ones only as Etude's plug-in has it do so.
+        """
+        if device == "cpu" and self.weight_transport == "files" and self.adapters != "only":
+            raise ConfigError(
+                "`rollout.weight_transport=files` is set, the model has a mixture of experts, and on a CPU vLLM does "
+                "not pack the experts of new files, so it would sample from another model. Set "
+                "`rollout.weight_transport=shm`."
+            )
 
     def create_backend(self, adapters: int = 0) -> ServerBackend:
         return VllmBackend(adapters=adapters, kv=self.kv)

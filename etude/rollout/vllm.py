@@ -24,6 +24,10 @@ MAX_TOP_LOGPROBS = 19
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The adapter ranks for which it can reserve memory."""
 
+CPU_OPERATIONS = '{"custom_ops": ["-rotary_embedding"]}'
+"""Rotary positions by torch on a CPU. vLLM 0.32's own operation there rotates wrongly what a model gives it by head,
+such as latent attention and LFM2."""
+
 
 class VllmBackend(VllmWeights):
     """vLLM's OpenAI-compatible server."""
@@ -60,7 +64,7 @@ class VllmBackend(VllmWeights):
         if launch.enable_sleep:
             args.append("--enable-sleep-mode")
         if launch.device == "cpu":
-            args.append("--enforce-eager")
+            args += ["--enforce-eager", "--compilation-config", CPU_OPERATIONS]
         if launch.plugin_path is not None:
             args += ["--weight-transfer-config", '{"backend": "etude"}']
         if launch.adapters is not None:

@@ -488,7 +488,9 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     assert "--kv-cache-memory-bytes 1073741824" in command(kv_gib=1)[0]
     assert command(server_args=("--extra", "1"))[0].endswith("--extra 1")
     assert command(replicas=2, tensor_parallel=2, devices=(4, 5, 6, 7))[1]["CUDA_VISIBLE_DEVICES"] == "6,7"
-    assert command(device="cpu")[1]["CUDA_VISIBLE_DEVICES"] == "" and "--enforce-eager" in command(device="cpu")[0]
+    line, variables = command(device="cpu")
+    assert variables["CUDA_VISIBLE_DEVICES"] == "" and "--enforce-eager" in line and "-rotary_embedding" in line
+    assert "-rotary_embedding" not in command()[0]
     assert "--enable-sleep-mode" in command(enable_sleep=True)[0]
     nodes = {"nodes": 2, "tensor_parallel": 4, "rendezvous": "10.0.0.1:2900"}
     first, other = command(**nodes)[0], command(node=1, **nodes)[0]
@@ -504,6 +506,14 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
 
 
 def test_conflicting_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"would sample from another model\. Set `rollout\.weight_transport=shm`"):
+        VllmConfig().check_experts("cpu")
+    for config, device in (
+        (VllmConfig(weight_transport="shm"), "cpu"),
+        (VllmConfig(), "cuda"),
+        (SglangConfig(), "cpu"),
+    ):
+        config.check_experts(device)
     with pytest.raises(ConfigError, match=r"rollout\.replicas` is for servers to start"):
         VllmConfig(url="http://127.0.0.1:1", replicas=2)
     with pytest.raises(ConfigError, match="names 1 GPUs"):

@@ -176,6 +176,8 @@ def serve_run(
 ) -> Iterator[tuple[ServerPool, WeightPublisher]]:
     """Start the servers of a run with its workers' weights, and yield them with the publisher of new weights."""
     device, sleeps = server_device_kind(run.compute_device()), run.train.offload
+    if crew.call(PolicyWorker.has_experts):
+        config.check_experts(device)
     weights = directory / WEIGHTS
     plan = build_send_plan(config, crew, untied=config.needs_untied_head(device), alone=run.cluster == "local")
     if config.url:  # such servers may serve the whole model that the trained one is a part of
