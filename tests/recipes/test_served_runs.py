@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from etude.cli import main
+from etude.models import save
+from etude.models.model import stored_buffers
 from etude.rollout import ServerPool
 from tests.components import require
+from tests.families import family_model
 from tests.recipes.runs import Captured, options, refused_run, step_metrics, train
 from tests.served import bring, joined, on, options_of, started
-from tests.worlds import make_model, make_tasks
+from tests.worlds import make_model, make_tasks, make_tokenizer
 
 KINDS = [pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")]
 
@@ -106,6 +110,29 @@ def test_the_ranks_of_a_run_send_its_weights_to_a_server(
     given |= {"rollout.weight_transport": weight_transport, "rollout.bucket_mib": 1, "ranks": 2, "cluster": cluster}
     for line in step_metrics(train(sums, sums / "run", **given, steps=3)):
         assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_failed_replicas"] == 0
+
+
+LATENT = {"head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+"""The widths of DeepSeek V3, which vLLM has kernels for."""
+ROUTED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""What the files of DeepSeek V3 say besides, and vLLM reads."""
+
+
+@pytest.mark.parametrize("kind", [pytest.param("vllm", marks=on("vllm"))])
+def test_a_server_samples_for_a_run_of_latent_attention_and_experts(kind: str, sums: Path) -> None:
+    """Its positions, packed experts and biases of routers are the trainer's, in each version of the weights."""
+    given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
+    given |= {"rollout.weight_transport": "shm", "train.learning_rate": 0.01}
+    more = {"vocab_size": make_tokenizer(sums / "latent"), "hidden_size": 64, "moe_intermediate_size": 32}
+    model = family_model("deepseek_v3", **LATENT, **ROUTED, **more)
+    for buffer in stored_buffers(model.module).values():
+        buffer.copy_(torch.rand(buffer.shape, generator=torch.Generator().manual_seed(4)))
+    save(model, sums / "latent")
+    given["model.path"] = sums / "latent"
+    lines = step_metrics(train(sums, sums / "run", rollout=kind, **given, steps=3))
+    for line in lines:
+        assert line["mismatch/k3"] < 1e-9 and line["publish_bytes"] > 0
+    assert lines[-1]["mismatch/sampler_perplexity"] < lines[0]["mismatch/sampler_perplexity"] / 2, "it has learnt"
 
 
 def test_options_that_servers_lack_are_refused(sums: Path, capsys: Captured) -> None:
