@@ -83,8 +83,8 @@ def _summary(page: RunPage, metrics: StepHistory) -> str:
         began = time.strftime("%Y-%m-%d %H:%M", time.localtime(sessions[0].began_at))
         rows.append(("trained", f"{began}, for {format_seconds(seconds)}{started}"))
         versions = ", ".join(f"{name} {version}" for name, version in sessions[-1].versions.items())
-        found = (("device", sessions[-1].device), ("versions", versions))  # a run of an earlier version has neither
-        rows += [(name, markdown.sentence(text)) for name, text in found if text]
+        rows.append(("device", markdown.sentence(sessions[-1].device)))
+        rows.append(("versions", markdown.sentence(versions)))
     if page.rollouts is not None:
         rows.append(("rollouts trained on", f"{page.rollouts:,}"))
     if len(tokens := metrics.curve("action_tokens")):

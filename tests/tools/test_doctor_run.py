@@ -61,7 +61,7 @@ def test_a_run_without_a_finding_is_healthy(tmp_path: Path, capsys: Captured) ->
 def test_a_run_that_an_error_ended_is_not_healthy(tmp_path: Path, capsys: Captured) -> None:
     run = written(tmp_path / "run", truncated=0.0)
     sessions = [
-        {"at": 1.0, "began": 0, "process": 1, "host": "here"},
+        {"at": 1.0, "began": 0, "process": 1, "host": "here", "preset": "", "device": "", "versions": {}},
         {"at": 2.0, "ended": 8, "how": "failed", "message": "The reward raised 64 times in a row."},
     ]
     (run / "sessions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in sessions))

@@ -177,7 +177,7 @@ def test_the_page_of_a_run_has_the_findings_of_the_doctor(tmp_path: Path) -> Non
 def test_a_run_that_ended_early_says_how_to_go_on(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=3)
     viewer = Viewer(tmp_path)
-    start = {"at": 5.0, "began": 0, "process": 1, "host": "far", "device": "", "versions": {}}
+    start = {"at": 5.0, "began": 0, "process": 1, "host": "far", "preset": "", "device": "", "versions": {}}
     for how, resume in (("done", ""), ("stopped", f"train --resume {run}"), ("failed", f"train --resume {run}")):
         lines = [start, {"at": 9.0, "ended": 1, "how": how, "message": ""}]
         (run / "sessions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -91,7 +91,7 @@ def test_no_text_of_a_run_changes_the_page(tmp_path: Path) -> None:
 def test_a_killed_session_ends_with_its_last_metrics(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=2)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["time"]
-    start = {"process": 1, "host": "", "began": 0}
+    start = {"process": 1, "host": "", "began": 0, "preset": "", "device": "", "versions": {}}
     lines = [{"at": last - 100, **start}, {"at": last + 1000, **start}]
     lines.append({"at": last + 1010, "ended": 2, "how": "done", "message": ""})
     (run / "sessions.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -17,8 +17,9 @@ from tests.view.made import Viewer, write_metrics
 
 
 def sessions(directory: Path, *lines: dict[str, object]) -> None:
-    """Write these lines of sessions; a start without a host is of this machine."""
-    mine = {"host": socket.gethostname(), "process": os.getpid(), "at": time.time()}
+    """Write these lines of sessions; a start without a host is of this machine, and of no preset."""
+    mine: dict[str, object] = {"host": socket.gethostname(), "process": os.getpid(), "at": time.time()}
+    mine |= {"preset": "", "device": "", "versions": {}}
     directory.mkdir(exist_ok=True)
     with (directory / SESSIONS).open("a") as file:
         for line in lines:

@@ -26,7 +26,7 @@ def find_status(
 ) -> Status:
     """Return the status of a run. steps: its length, if it is known."""
     fresh = (time.time() if now is None else now) - written_at(directory, sessions) < SILENT_S
-    if not sessions:  # written by an earlier version of Etude
+    if not sessions:  # `etude replay` wrote it
         if last_step is not None and steps is not None and last_step >= steps:
             return "done"
         return "running" if fresh else "stopped" if last_step is not None else "empty"

@@ -191,7 +191,7 @@ function SessionsSections({ page: { sessions, checkpoints, summary } }) {
     rows.length
       ? html`<${SortedTable} caption=${caption} columns=${columns} rows=${rows} />`
       : html`<p class="muted">${none}</p>`;
-  const unknown = "No session was recorded: an earlier version of Etude wrote this run.";
+  const unknown = "No session was recorded, as in a run that `etude replay` trained.";
   return html`<${Section} title="Sessions">${table("sessions", columns, rows, unknown)}<//>
     <${Section} title="Checkpoints">${table("checkpoints", saved, checkpoints, "There is no checkpoint.")}<//>`;
 }

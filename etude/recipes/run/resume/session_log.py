@@ -55,7 +55,7 @@ class Session:
     """The preset that the command named; empty if it named none, as one that resumes a run."""
     device: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """The versions of Python and of packages; empty in a run that an earlier Etude wrote."""
+    """The versions of Python and of packages."""
 
 
 @contextmanager
@@ -102,9 +102,9 @@ def read_sessions(directory: Path) -> list[Session]:
                     int(line["began"]),
                     int(line["process"]),
                     str(line["host"]),
-                    preset=str(line.get("preset", "")),
-                    device=str(line.get("device", "")),
-                    versions=dict(line.get("versions", {}).items()),
+                    preset=str(line["preset"]),
+                    device=str(line["device"]),
+                    versions=dict(line["versions"].items()),
                 )
                 sessions.append(session)
             elif sessions and sessions[-1].how is None:

@@ -70,7 +70,7 @@ def test_a_missing_file_is_named_and_the_record_does_not_change(place: Path) -> 
 def test_other_threads_are_reported_and_not_refused(
     before: str, said: bool, place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A run of a version that did not record them goes on too."""
+    """A run that began on a GPU, and recorded none, goes on too."""
     RunInputs(place, run_of(place)).record(before)
     RunInputs(place, run_of(place)).check("trainer 1, engine 2")
     assert (f"started with these threads: {before}. It continues with: trainer 1, engine 2." in caplog.text) == said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def test_a_session_that_finished_its_block_before_the_last_step_was_stopped(tmp_
 def test_a_killed_session_has_no_end_even_if_another_follows(tmp_path: Path) -> None:
     one_session(tmp_path, [0, 4])
     lines = (tmp_path / SESSIONS).read_text().splitlines()
-    damaged = ['{"at": 1, "bega', '{"at": 1, "began": 4, "process": 1, "host": "", "versions": []}']
+    start = {"at": 1, "began": 4, "process": 1, "host": "", "preset": "", "device": "", "versions": []}
+    damaged = ['{"at": 1, "bega', json.dumps(start)]
     (tmp_path / SESSIONS).write_text("\n".join([lines[0], lines[0], lines[1], *damaged]))
     killed, done = read_sessions(tmp_path)
     assert (killed.how, killed.last_step, done.how) == (None, None, "done")
