@@ -15,6 +15,7 @@ from etude.config.env import etude_command
 from etude.config.secrets import MASK
 from etude.config.tree import to_tree
 from etude.errors import ConfigError, RunError
+from etude.recipes.evaluate import EvaluationConfig
 from etude.recipes.hub import locate_model, resolve_hub_names
 from etude.recipes.registry import read_recipe_class
 from etude.recipes.run import directory as run_directory
@@ -111,7 +112,7 @@ def _parse_run(
 ) -> tuple[Run, str]:
     if not words or OPTION.match(words[0]):
         run = compose(Run, words, file=file)
-        _refuse_unread(run, words, command)
+        _refuse_unread(words, command, run.evaluate)
         return run.model_copy(update={"directory": None}), "model.path"
     where, options = Path(words[0]), list(words[1:])
     if (where / run_directory.OPTIONS).exists():
@@ -124,10 +125,10 @@ def _parse_run(
             [] if any(option.startswith("observe.console=") for option in options) else ["observe.console=auto"]
         )
         run = _read_run_for_inference(where, [*options, *console_option], masked)
-        _refuse_unread(run, options, command)
+        _refuse_unread(options, command, run.evaluate)
         return run, words[0]
     run = compose(Run, options, file=file)
-    _refuse_unread(run, options, command)
+    _refuse_unread(options, command, run.evaluate)
     where = locate_model(where, "model.path")
     if not where.is_dir():
         raise RunError(f"There is no directory {where}. Give the directory of a run or of a model.")
@@ -155,11 +156,11 @@ def _read_run_for_inference(where: Path, options: Sequence[str], masked: Callabl
     return run.model_copy(update={"directory": where})
 
 
-def _refuse_unread(run: Run, options: Sequence[str], command: str) -> None:
+def _refuse_unread(options: Sequence[str], command: str, evaluate: EvaluationConfig) -> None:
     """Refuse an option that the command does not read, because it would have no effect."""
     for option in options:
         name = option.partition("=")[0].strip("+ ")
-        hidden = name == "sampling.max_tokens" and command == "eval" and run.evaluate.sampling.max_tokens is not None
+        hidden = name == "sampling.max_tokens" and command == "eval" and evaluate.sampling.max_tokens is not None
         if not hidden and any(name == read or name.startswith(f"{read}.") for read in READ_OPTIONS[command]):
             continue
         remedy = "Leave it out."

@@ -25,7 +25,7 @@ from etude.errors import ConfigError, EtudeError
 from etude.recipes.hub import resolve_hub_names
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
-from etude.recipes.run.machine.placement import check_placement_with_servers, gpus_of, role_device
+from etude.recipes.run.machine.placement import PlacementConfig, check_placement_with_servers, gpus_of, role_device
 from etude.recipes.run.resume.precision import choose_precision, resolve_precision
 from etude.recipes.run.rules import checks
 from etude.recipes.run.rules.stale_data import check_staleness
@@ -123,7 +123,8 @@ def _resolve_layout(requested: Recipe, gpus_wanted: int | None) -> tuple[Recipe,
     run.mesh.check_ranks(run.ranks)
     _check_run(run)
     if gpus:
-        _check_gpu_count(run, gpus)
+        placement = run.placement if isinstance(run, Run) else PlacementConfig()
+        _check_gpu_count(gpus, run.ranks, placement, run.servers)
     for option in _gpu_options(run.learners()) if not gpus else ():
         raise ConfigError(
             f"`{option}` frees memory of a GPU, and this plan has no GPU. Leave it out, or give `gpus=…`."
@@ -150,20 +151,19 @@ def _ranks(run: Recipe, gpus: int) -> int:
     return max(gpus // (2 if run.placement.layout == "split" else 1), 1)
 
 
-def _check_gpu_count(run: Recipe, gpus: int) -> None:
+def _check_gpu_count(gpus: int, ranks: int, placement: PlacementConfig, servers: ServerConfig | None) -> None:
     """Refuse a layout that needs more GPUs than the plan has."""
-    servers = run.servers
-    own = gpus_of(run.placement, run.ranks) if isinstance(run, Run) else run.ranks
+    own = gpus_of(placement, ranks)
     needed = own if servers is None else max([own, *(gpu + 1 for gpu in servers.devices)])
     if needed <= gpus:
         return
     remark = ""
-    if isinstance(run, Run) and run.placement.layout == "split":
-        remark = f", and one more for each engine (`placement.layout=split`): {2 * run.ranks}"
+    if placement.layout == "split":
+        remark = f", and one more for each engine (`placement.layout=split`): {2 * ranks}"
     if servers is not None and needed > own:
         remark = f", and those of its servers up to number {needed - 1} (`rollout.devices`)"
     raise ConfigError(
-        f"The plan has `gpus={gpus}`, and this layout needs {needed}: one for each of `ranks={run.ranks}`{remark}. "
+        f"The plan has `gpus={gpus}`, and this layout needs {needed}: one for each of `ranks={ranks}`{remark}. "
         f"Lower `ranks`, place models elsewhere, or ask for more GPUs."
     )
 
@@ -174,7 +174,7 @@ def _check_run(run: Recipe) -> None:
         check_loss(run)
         return
     assert isinstance(run, Run), "every recipe is one or the other"
-    checks.check_engine(run)
+    checks.check_engine(run.train.choose_engine(run.ranks), run.critic, run.placement)
     checks.check_algorithm(run)
     check_staleness(run)
     if run.servers is not None:

@@ -20,7 +20,6 @@ from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile
 from etude.recipes.collect.recorded import RecordedSteps
 from etude.recipes.recipe import ModelSource
-from etude.recipes.run.config import Run
 from etude.recipes.run.directory import CHECKPOINTS
 from etude.recipes.run.resume import inputs
 from etude.recipes.run.rules import checks
@@ -50,7 +49,9 @@ def replay(
     the run's directory, and with `to` a new directory. silent: print nothing.
     """
     _check_algorithm(options)
-    _check_memory(options.recorded)
+    recorded = options.recorded
+    if recorded.ranks > 1 and not (recorded.lora.is_enabled or recorded.model.freeze):
+        _check_memory(recorded.model, recorded.ranks, recorded.compute_device())
     directory = options.directory
     configure_logging(options.recorded.observe.level, mask=mask_text)
     console = make_console("off" if silent else "auto")
@@ -92,17 +93,14 @@ def _check_algorithm(options: ReplayOptions) -> None:
         checks.check_algorithm(changed.model_copy(update={"max_staleness": 0, "allow_unbounded_ratios": False}))
 
 
-def _check_memory(run: Run) -> None:
-    """Refuse a run of several ranks whose weights have no room in one process."""
-    if run.ranks == 1 or run.lora.is_enabled or run.model.freeze:
-        return
-    assert run.model.path is not None, "a run has a model"
-    device = run.compute_device()
+def _check_memory(model: ModelSource, ranks: int, device: torch.device) -> None:
+    """Refuse a model that several ranks train, all of it, and that has no room in one process."""
+    assert model.path is not None, "a run has a model"
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else read_memory()[1]
-    needed = TRAINING_BYTES * WeightFiles(run.model.path).num_weights
+    needed = TRAINING_BYTES * WeightFiles(model.path).num_weights
     if needed > free:
         raise RunError(
-            f"The run trained on {run.ranks} ranks, and a replay computes in one process: its weights, gradient and "
+            f"The run trained on {ranks} ranks, and a replay computes in one process: its weights, gradient and "
             f"moments need {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on {device}. Replay on a "
             "machine with more memory, or with `device=cpu`, where the processor has more."
         )

@@ -16,8 +16,8 @@ from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.sampling import SamplingConfig
 from etude.recipes.evaluate import EvaluationConfig
 from etude.recipes.recipe import Recipe
-from etude.recipes.run.config import Run
-from etude.recipes.run.machine.placement import ROLES
+from etude.recipes.run.config import CriticConfig, Run
+from etude.recipes.run.machine.placement import ROLES, PlacementConfig
 from etude.recipes.run.roles import ENVIRONMENT_COLUMNS
 from etude.recipes.run.rules.batch_columns import check_batch_columns, check_columns_provided
 from etude.recipes.run.rules.group_size import TRIAL_REWARDS, trial_advantages
@@ -75,10 +75,10 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
         _check_environment,
         check_staleness,
         _check_algorithm_options,
-        check_engine,
         check_placement,
     ):
         yield from problems_of(check, run)
+    yield from problems_of(check_engine, run.train.choose_engine(run.ranks), run.critic, run.placement)
 
 
 def check_algorithm(run: Run) -> None:
@@ -163,16 +163,15 @@ def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
 
 
 @told_together
-def check_engine(run: Run) -> Iterator[ConfigError]:
+def check_engine(engine: str, critic: CriticConfig, placement: PlacementConfig) -> Iterator[ConfigError]:
     """Refuse models on another engine than the policy's, and models that are placed beside sharded ones."""
-    engine = run.train.choose_engine(run.ranks)
-    if run.uses_critic and run.critic.train.engine not in ("auto", engine):
+    if critic.train.engine not in ("auto", engine):
         yield ConfigError(
-            f"`critic.train.engine={run.critic.train.engine}`: the critic is on the policy's engine, which is "
+            f"`critic.train.engine={critic.train.engine}`: the critic is on the policy's engine, which is "
             f"`{engine}` here. Leave it out, or set `train.engine`."
         )
     for role in ROLES if engine == "fsdp" else ():
-        location = getattr(run.placement, role)
+        location = getattr(placement, role)
         if role != "reward" and location != "policy":
             yield ConfigError(
                 f"`placement.{role}={location}`: `train.engine=fsdp` shards every model over the ranks, on the "
