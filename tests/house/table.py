@@ -135,7 +135,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "rollout": (
         ("attention_groups", "block_pool", "python_environments", "sampling", "server_load", "server_process"),
-        ("engine_thread", "held_adapters", "request", "router"),
+        ("device_sampling", "engine_thread", "held_adapters", "request", "router"),
         ("scheduler", "server_backend"),
         ("partial_completion", "server_client", "state_trial"),
         ("batch_invariance", "server_engine", "sglang_weights", "vllm_weights"),
@@ -163,6 +163,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "rollout/state_trial.py",
         "rollout/batch_invariance.py",
         "rollout/sampling.py",
+        "rollout/device_sampling.py",
         "rollout/engine_thread.py",
         "sync",
         "recipes",
