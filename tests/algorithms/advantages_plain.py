@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.base import AdvantageEstimate, AlgorithmState
-from etude.algorithms.view import Ranks, View
+from etude.algorithms.view import View
 from etude.batch import Batch
 from tests.batches import random_batch
 
@@ -62,7 +60,11 @@ def plain_rollouts(batch: Batch) -> list[PlainRollout]:
             PlainRollout(
                 int(batch.group[u]),
                 float(batch.require("reward")[u]),
-                *(column(name) for name in ("token_reward", "turn", "value", "old_logp", "teacher_logp")),
+                column("token_reward"),
+                column("turn"),
+                column("value"),
+                column("old_logp"),
+                column("teacher_logp"),
                 column("sum_pi_squared"),
             )
         )
@@ -93,53 +95,3 @@ def to_tokens(batch: Batch, values: list[float]) -> Tensor:
 def close(rollouts: Tensor, expected: Tensor) -> None:
     assert len(expected)
     torch.testing.assert_close(rollouts, expected, rtol=1e-9, atol=1e-9)
-
-
-class ThreadRanks:
-    """Ranks as threads. A collective call waits for all of them."""
-
-    def __init__(self, count: int) -> None:
-        self.barrier = threading.Barrier(count, timeout=30)
-        self.values_of_ranks: list[Tensor] = [torch.empty(0)] * count
-
-    def all(self, rank: int, values: Tensor) -> list[Tensor]:
-        self.values_of_ranks[rank] = values
-        self.barrier.wait()
-        gathered = list(self.values_of_ranks)
-        self.barrier.wait()
-        return gathered
-
-    def run(self, work: Callable[[Ranks, int], T]) -> list[T]:
-        """Return the result of each rank, or raise the first error."""
-        results: dict[int, T] = {}
-        errors: list[Exception] = []
-
-        def run_rank(rank: int) -> None:
-            try:
-                results[rank] = work(ThreadRank(self, rank), rank)
-            except Exception as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(self.values_of_ranks))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return [results[rank] for rank in sorted(results)]
-
-
-@dataclass
-class ThreadRank:
-    """One of the ranks."""
-
-    ranks: ThreadRanks
-    rank: int
-
-    def all_reduce(self, values: Tensor) -> Tensor:
-        return torch.stack(self.ranks.all(self.rank, values)).sum(0)
-
-    def all_gather(self, values: Tensor) -> Tensor:
-        return torch.cat(self.ranks.all(self.rank, values))

@@ -31,13 +31,17 @@ def flat_batch(lengths: Sequence[int], **columns: Any) -> Batch:
         column[action] = tensor
         return column
 
-    full_columns = {name: at_actions(v) if COLUMNS.get(name) is ColumnKind.TOKEN else v for name, v in columns.items()}
+    full_columns = dict[str, Any](columns)
+    for name, values in columns.items():
+        if COLUMNS.get(name) is ColumnKind.TOKEN:
+            full_columns[name] = at_actions(values)
     return Batch(
         offsets=torch.tensor([0, *torch.tensor([n + 1 for n in lengths]).cumsum(0).tolist()]),
         unit=torch.arange(len(lengths)),
         ids=full_columns.pop("ids", torch.zeros(len(action), dtype=torch.int32)),
         action=action,
-        **{"group": torch.zeros(len(lengths), dtype=torch.int64), **full_columns},
+        group=full_columns.pop("group", torch.zeros(len(lengths), dtype=torch.int64)),
+        **full_columns,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from etude.algorithms.base import Loss
 from etude.algorithms.reduce import Denominators
-from etude.algorithms.view import Outputs, Ranks, View
+from etude.algorithms.view import Outputs, View
 from etude.batch import Batch, Column, ColumnKind
 from tests.batches import random_batch
 
@@ -99,39 +98,3 @@ def finite_differences(formula: Callable[[Array], float], at: Array, step: float
         down[i] -= step
         gradient[i] = (formula(up) - formula(down)) / (2 * step)
     return gradient
-
-
-class ThreadRank:
-    """One of several ranks, which are threads with a common barrier."""
-
-    def __init__(self, rank: int, values_of_ranks: list[Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.values_of_ranks, self.barrier = rank, values_of_ranks, barrier
-
-    def all_reduce(self, values: Tensor) -> Tensor:
-        return torch.stack(self._exchange(values)).sum(0)
-
-    def all_gather(self, values: Tensor) -> Tensor:
-        return torch.cat(self._exchange(values))
-
-    def _exchange(self, values: Tensor) -> list[Tensor]:
-        self.values_of_ranks[self.rank] = values
-        self.barrier.wait()
-        gathered = list(self.values_of_ranks)
-        self.barrier.wait()
-        return gathered
-
-
-def on_ranks(shares: Sequence[Batch], work: Callable[[Batch, Ranks], T]) -> list[T]:
-    """Run `work(share, ranks)` for all shares at once, each in its own thread."""
-    barrier, values_of_ranks = threading.Barrier(len(shares), timeout=20), [torch.empty(0)] * len(shares)
-    results: dict[int, T] = {}
-
-    def run_rank(rank: int) -> None:
-        results[rank] = work(shares[rank], ThreadRank(rank, values_of_ranks, barrier))
-
-    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(shares))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[rank] for rank in range(len(shares))]

@@ -168,9 +168,9 @@ def test_pkpo_is_the_gradient_of_the_expected_best_of_k(k: int) -> None:
     worth = torch.tensor([0.0, 1.0, 2.5], dtype=torch.float64)
     logits = torch.tensor([0.2, -0.4, 0.1], dtype=torch.float64, requires_grad=True)
     logp = logits.log_softmax(0)
-    best = sum(
-        logp[list(tries)].sum().exp() * worth[list(tries)].max() for tries in itertools.product(range(3), repeat=k)
-    )
+    best = torch.zeros((), dtype=torch.float64)
+    for tries in itertools.product(range(3), repeat=k):
+        best = best + logp[list(tries)].sum().exp() * worth[list(tries)].max()
     (expected,) = torch.autograd.grad(best, logits, retain_graph=True)
     surrogate = torch.zeros((), dtype=torch.float64)
     for tries in itertools.product(range(3), repeat=4):

@@ -11,8 +11,9 @@ from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.base import AlgorithmState
 from etude.algorithms.view import Ranks, View
 from etude.batch import COLUMNS, Batch, ColumnKind
-from tests.algorithms.advantages_plain import ThreadRanks, close, estimate, irregular_batch
+from tests.algorithms.advantages_plain import close, estimate, irregular_batch
 from tests.sweeps import sweep
+from tests.thread_ranks import on_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {"gae": {"whiten": True, "bootstrap_truncated": True, "lam": 0.9}}
 STATE = AlgorithmState(role_means={0: 0.5, 4: 1.0})
@@ -35,10 +36,10 @@ def test_two_ranks_compute_what_one_rank_computes(name: str) -> None:
     shares = [batch.select([u for u in range(batch.num_rollouts) if (batch.group[u] == 2) == rank]) for rank in (0, 1)]
     order = [u for rank in (0, 1) for u in range(batch.num_rollouts) if (batch.group[u] == 2) == rank]
 
-    def work(ranks: Ranks, rank: int) -> Any:
+    def work(rank: int, ranks: Ranks) -> Any:
         return estimator(View(shares[rank], ranks=ranks), STATE)
 
-    results = ThreadRanks(2).run(work)
+    results = on_ranks(2, work)
     expected = View(batch).scatter(one.advantage)
     joined = [View(share).scatter(part.advantage) for share, part in zip(shares, results, strict=True)]
     bounds = batch.rollout_token_offsets

@@ -10,7 +10,7 @@ from etude.algorithms.entropy import EntropyConfig, top_entropy_mask
 from etude.algorithms.view import View
 from tests.algorithms.flat import flat_view, float64
 from tests.batches import random_batch
-from tests.conformance.laws import ThreadRanks
+from tests.thread_ranks import on_ranks
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 0.99])
@@ -44,7 +44,7 @@ def test_ranks_keep_the_tokens_that_one_rank_keeps(share: float) -> None:
     batch = random_batch(5, (3, 2, 4))
     one_rank = top_entropy_mask(View(batch), share)
     parts = [batch.select([0, 1, 2]), batch.select([3, 4]), batch.select([5, 6, 7, 8])]
-    results = ThreadRanks(3).run(lambda rank, ranks: top_entropy_mask(View(parts[rank], ranks=ranks), share))
+    results = on_ranks(3, lambda rank, ranks: top_entropy_mask(View(parts[rank], ranks=ranks), share))
     assert torch.equal(torch.cat(results), one_rank)
 
 

@@ -26,7 +26,7 @@ from etude.errors import BatchError, ConfigError, MissingColumnError
 from etude.observe import Metrics
 from tests.algorithms.flat import flat_view, float64
 from tests.batches import random_batch
-from tests.conformance.laws import ThreadRanks
+from tests.thread_ranks import on_ranks
 
 EXACT = 1e-9
 TOKENS = 5
@@ -244,8 +244,8 @@ def test_ranks_compute_the_same_coefficient_as_one_rank() -> None:
     kl = ReverseKL(controller=AdaptiveKLController(target=0.01, horizon=30))
     one_rank = kl.apply(View(batch), AlgorithmState(), Metrics())[1].kl_value
     parts = [batch.select([0, 1, 2]), batch.select([3, 4]), batch.select([5, 6, 7, 8])]
-    result = ThreadRanks(3).run(
-        lambda rank, ranks: kl.apply(View(parts[rank], ranks=ranks), AlgorithmState(), Metrics())[1].kl_value
+    result = on_ranks(
+        3, lambda rank, ranks: kl.apply(View(parts[rank], ranks=ranks), AlgorithmState(), Metrics())[1].kl_value
     )
     assert result == pytest.approx([one_rank] * 3, rel=1e-12)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -198,11 +199,12 @@ def test_losses_over_turns_equal_their_formulas(name: str) -> None:
         k, decay = np.where(a[t] > 0, 2, 3), np.where(a[t] > 0, 3, 2)
         return -(w**k) * np.exp(decay * (1 - w)) * a[t] * logp[t]
 
-    formula, options = {
+    formulas: dict[str, tuple[Callable[[Any, slice], Any], dict[str, Any]]] = {
         "gspo": (gspo, {"clip_low": 0.05, "clip_high": 0.07}),
         "gmpo": (gmpo, {"clip": 0.1}),
         "vespo": (vespo, {"reduction": "seq-mean-token-mean"}),
-    }[name]
+    }
+    formula, options = formulas[name]
 
     def formula_mean(logp: np.ndarray) -> float:
         return sum(float(formula(logp, t).mean()) for t in turns) / len(turns)

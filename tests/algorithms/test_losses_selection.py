@@ -12,7 +12,8 @@ from etude.algorithms.losses.covariance import ClipCov, KLCov, quota, select_low
 from etude.algorithms.losses.trust_region import M2PO, outliers
 from etude.algorithms.view import Ranks, SingleRank, View
 from etude.batch import Batch
-from tests.algorithms.losses import off_policy, on_ranks
+from tests.algorithms.losses import off_policy
+from tests.thread_ranks import on_ranks
 
 SELECTING_LOSSES = [ClipCov(share=0.1, cov_low=0.0, cov_high=2.0), KLCov(share=0.1), M2PO(bound=0.03)]
 
@@ -41,11 +42,13 @@ def test_order_and_ranks_do_not_change_the_picked_tokens(loss: PolicyLoss, seed:
     shuffled = batch.select(rng.permutation(batch.num_rollouts).tolist())
     assert picked_tokens(shuffled, loss.choose_tokens(View(shuffled), seed=7, step=3)) == expected
 
-    def pick(share: Batch, ranks: Ranks) -> set[tuple[int, int]]:
-        return picked_tokens(share, loss.choose_tokens(View(share, ranks=ranks), seed=7, step=3))
+    for count in (2, 3):
+        shares = batch.split(count, by="group")
 
-    for ranks in (2, 3):
-        assert set().union(*on_ranks(batch.split(ranks, by="group"), pick)) == expected
+        def pick(rank: int, ranks: Ranks, shares: list[Batch] = shares) -> set[tuple[int, int]]:
+            return picked_tokens(shares[rank], loss.choose_tokens(View(shares[rank], ranks=ranks), seed=7, step=3))
+
+        assert set().union(*on_ranks(count, pick)) == expected
 
 
 def test_ties_of_covariances_are_broken_by_the_hash() -> None:
@@ -56,10 +59,12 @@ def test_ties_of_covariances_are_broken_by_the_hash() -> None:
     expected = picked_tokens(batch, loss.choose_tokens(View(batch), seed=1, step=0))
     assert len(expected) == int(0.25 * len(View(batch).action_index))
 
-    def pick(share: Batch, ranks: Ranks) -> set[tuple[int, int]]:
-        return picked_tokens(share, loss.choose_tokens(View(share, ranks=ranks), seed=1, step=0))
+    shares = batch.split(3, by="group")
 
-    assert set().union(*on_ranks(batch.split(3, by="group"), pick)) == expected
+    def pick(rank: int, ranks: Ranks) -> set[tuple[int, int]]:
+        return picked_tokens(shares[rank], loss.choose_tokens(View(shares[rank], ranks=ranks), seed=1, step=0))
+
+    assert set().union(*on_ranks(3, pick)) == expected
 
 
 @pytest.mark.parametrize("changed", [{"seed": 8}, {"step": 4}])
@@ -92,9 +97,8 @@ def test_a_band_without_tokens_picks_nothing() -> None:
 
 def test_the_lowest_values_over_ranks_have_the_exact_number() -> None:
     """One rank has all of the lowest values."""
-    shares = [off_policy(seed) for seed in (1, 2)]
-    keys = {id(shares[0]): torch.arange(6), id(shares[1]): torch.arange(100, 102)}
-    picked = on_ranks(shares, lambda share, ranks: select_lowest(keys[id(share)], 4, ranks))
+    keys = (torch.arange(6), torch.arange(100, 102))
+    picked = on_ranks(2, lambda rank, ranks: select_lowest(keys[rank], 4, ranks))
     assert [p.sum().item() for p in picked] == [4, 0]
     assert bool(select_lowest(torch.arange(3), 5, SingleRank()).all())
 

@@ -7,8 +7,7 @@ batches are off-policy, with NaN at every entry that has no meaning.
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -239,54 +238,3 @@ def of_every_algorithm(test: Test) -> Test:
         setattr(run_tier, name, getattr(test, name))
     tiers = ["kinds", pytest.param("others", marks=pytest.mark.slow)]
     return pytest.mark.parametrize("algorithms", tiers)(run_tier)
-
-
-class _ThreadRank:
-    """One rank of `ThreadRanks`."""
-
-    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
-        self.ranks, self.rank = ranks, rank
-
-    def all_reduce(self, values: Tensor) -> Tensor:
-        return torch.stack(self.ranks.exchange(self.rank, values)).sum(0)
-
-    def all_gather(self, values: Tensor) -> Tensor:
-        return torch.cat(self.ranks.exchange(self.rank, values))
-
-
-class ThreadRanks:
-    """Ranks as threads with a barrier: real collective calls in one process, which a lost rank cannot block."""
-
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=30)
-        self.values: list[Tensor] = [torch.empty(0)] * ranks
-        self.ranks = ranks
-
-    def exchange(self, rank: int, values: Tensor) -> list[Tensor]:
-        self.values[rank] = values
-        self.barrier.wait()
-        gathered = list(self.values)
-        self.barrier.wait()
-        return gathered
-
-    def run(self, work: Callable[[int, _ThreadRank], EstimatedBatch]) -> list[EstimatedBatch]:
-        """Run `work(rank, ranks)` on all ranks at once, and return the results or raise the first error."""
-        results: list[EstimatedBatch | None] = [None] * self.ranks
-        errors: list[BaseException] = []
-
-        def run_rank(rank: int) -> None:
-            try:
-                results[rank] = work(rank, _ThreadRank(self, rank))
-            except BaseException as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(self.ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        first = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)] or errors
-        if first:
-            raise first[0]
-        return [estimated for estimated in results if estimated is not None]

@@ -18,7 +18,6 @@ from etude.algorithms.losses import LOSSES
 from etude.batch import Batch
 from tests.conformance import restated_losses as restated
 from tests.conformance.fixtures import irregular_batch
-from tests.conformance.laws import ThreadRanks
 from tests.conformance.mdp import (
     MDP,
     STATES,
@@ -32,6 +31,7 @@ from tests.conformance.mdp import (
 )
 from tests.conformance.test_losses import VALUE_TOLERANCE, off_policy_batch, restated_tokens, value_and_gradient
 from tests.conformance.twin import Array, NumpyRollout, flat, numpy_rollouts
+from tests.thread_ranks import on_ranks
 
 UNTRUNCATED = 1e6
 
@@ -234,7 +234,7 @@ def test_a_step_is_scaled_by_the_square_root_of_the_effective_sample_size() -> N
     def scale_on_rank(rank: int, ranks: Any) -> Any:
         return scaled.step_scale(View(shares[rank], ranks=ranks))
 
-    np.testing.assert_allclose(ThreadRanks(3).run(scale_on_rank), [expected] * 3, rtol=VALUE_TOLERANCE)  # type: ignore[arg-type]
+    np.testing.assert_allclose(on_ranks(3, scale_on_rank), [expected] * 3, rtol=VALUE_TOLERANCE)
     assert CorrectionConfig().step_scale(View(batch)) == 1
     assert scaled.step_scale(View(batch.replace(old_logp=batch.behavior_logp))) == pytest.approx(1)
     assert scaled.step_scale(View(batch.replace(action=torch.zeros_like(batch.action)))) == 1

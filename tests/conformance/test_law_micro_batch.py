@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from etude.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, AlgorithmState, EstimatedBatch
+from etude.algorithms.view import Ranks
 from etude.batch import Batch
 from tests.conformance.laws import (
-    ThreadRanks,
     every_algorithm,
     few_examples,
     fixture,
@@ -19,6 +19,7 @@ from tests.conformance.laws import (
     model_outputs,
     of_every_algorithm,
 )
+from tests.thread_ranks import on_ranks
 
 ALGORITHMS = every_algorithm()
 TOLERANCE = 1e-10
@@ -92,10 +93,10 @@ def test_ranks_with_some_groups_each_estimate_the_same_as_one_rank(name: str, se
     shares.insert(1, [])  # a rank without a group still takes part in collective calls
     ranks += 1
 
-    def work(rank: int, ranks_of_call: object) -> EstimatedBatch:
-        return algorithm.estimate(batch.select(shares[rank]), AlgorithmState(), seed=3, step=2, ranks=ranks_of_call)  # type: ignore[arg-type]
+    def work(rank: int, ranks_of_call: Ranks) -> EstimatedBatch:
+        return algorithm.estimate(batch.select(shares[rank]), AlgorithmState(), seed=3, step=2, ranks=ranks_of_call)
 
-    several_ranks = ThreadRanks(ranks).run(work)
+    several_ranks = on_ranks(ranks, work)
     for ready in several_ranks:
         assert ready.next_state.kl_value == pytest.approx(one_rank.next_state.kl_value)
         assert ready.next_state.role_means == pytest.approx(one_rank.next_state.role_means)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,10 +41,10 @@ def compare(model: Model, reference: PreTrainedModel) -> tuple[float, float]:
     torch.stack([(logits[row] * factor).sum() for row, factor in zip(rows, factors, strict=True)]).sum().backward()
     torch.stack([(other * factor).sum() for other, factor in zip(wanted, factors, strict=True)]).sum().backward()
     gradients = {name: weight.grad for name, weight in reference.named_parameters()}
-    backward = max(
-        0.0 if gradients[name] is None else _off(weight.grad, gradients[name])
-        for name, weight in model.module.named_parameters()
-    )
+    backward = 0.0
+    for name, weight in model.module.named_parameters():
+        if (gradient := gradients[name]) is not None:
+            backward = max(backward, _off(weight.grad, gradient))
     return forward, backward
 
 
@@ -104,7 +105,7 @@ def run(model: Model, pack: Pack) -> Tensor:
 PROMPTS = [prompt_of(length, seed=length, vocabulary=64) for length in (150, 70, 64, 5, 200)]
 REQUESTS = [*[PROMPTS[0]] * 3, *[PROMPTS[1]] * 2, *PROMPTS[2:], PROMPTS[3], np.concatenate([PROMPTS[0], PROMPTS[3]])]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, min_tokens=12)
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "plain": {"deterministic": False},
     "chunks of 64": {"deterministic": False, "max_num_batched_tokens": 64},
     "few blocks": {"deterministic": False, "blocks": 40},
@@ -166,7 +167,7 @@ def test_checkpointed_layers_give_the_same_gradient_bits(name: str) -> None:
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "qwen3_5_text wide", "falcon_h1", "gpt_oss"])
 def test_an_engine_that_claims_exactness_gives_the_same_bits_in_every_batch(name: str) -> None:
     """Alone and in a batch, in chunks, from cached prefixes, and after preemptions."""
-    wide = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if name.endswith("wide") else {}
+    wide: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if name.endswith("wide") else {}
     model = family_model(name.split()[0], **wide)
     alone = []
     for prompt in REQUESTS:

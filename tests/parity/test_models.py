@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def made(name: str, dtype: torch.dtype) -> Model:
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=chance, dtype=torch.float64)
-            parameter += (0.2 * noise).to(dtype)
+            parameter.add_((0.2 * noise).to(dtype))
     return model
 
 
@@ -110,8 +111,8 @@ def test_every_gradient_is_the_same_however_rows_are_packed(name: str, monkeypat
         alone.append((logits * weights[start:end]).sum())
     one_by_one = gradients(model, torch.stack(alone).sum())
     for (name, _), a, b, c in zip(model.named_weights(), as_tree, packed, one_by_one, strict=True):
-        torch.testing.assert_close(a, c, atol=1e-9, rtol=1e-9, msg=lambda text, name=name: f"tree, {name}: {text}")
-        torch.testing.assert_close(b, c, atol=1e-9, rtol=1e-9, msg=lambda text, name=name: f"packed, {name}: {text}")
+        torch.testing.assert_close(a, c, atol=1e-9, rtol=1e-9, msg=partial("{}, {}: {}".format, "tree", name))
+        torch.testing.assert_close(b, c, atol=1e-9, rtol=1e-9, msg=partial("{}, {}: {}".format, "packed", name))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-yarn", "mistral-window", "gemma2", "gpt2"])
@@ -123,9 +124,10 @@ def test_the_gradient_is_that_of_transformers(name: str, tmp_path: Path) -> None
     (reference(pack.ids[None].long()).logits[0] * weights).sum().backward()
     wanted = dict(reference.named_parameters())
     for name, parameter in model.named_weights():
-        assert parameter.grad is not None and wanted[name].grad is not None
-        scale = float(wanted[name].grad.abs().max())
-        torch.testing.assert_close(parameter.grad, wanted[name].grad, atol=1e-4 * scale, rtol=1e-3)
+        grad = wanted[name].grad
+        assert parameter.grad is not None and grad is not None
+        scale = float(grad.abs().max())
+        torch.testing.assert_close(parameter.grad, grad, atol=1e-4 * scale, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window", "gemma2", "gpt2"])

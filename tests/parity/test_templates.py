@@ -51,9 +51,11 @@ def expected(
 ) -> str | None:
     """Return the rendering of transformers; None if the template refuses."""
     try:
-        return tokenizer.apply_chat_template(
-            forms, tools=tools or None, chat_template=published()[name], tokenize=False, **more
+        tools_or_none: Any = tools or None
+        text: Any = tokenizer.apply_chat_template(
+            forms, tools=tools_or_none, chat_template=published()[name], tokenize=False, **more
         )
+        return str(text)
     except Exception:
         return None
 

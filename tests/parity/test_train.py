@@ -65,5 +65,6 @@ def test_the_gradient_is_that_of_transformers(pair: tuple[Learner, PreTrainedMod
     assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
     ours_gradient = gradient(ours)
     for name, parameter in theirs.named_parameters():
+        assert parameter.grad is not None
         assert torch.allclose(ours_gradient[name], parameter.grad, rtol=0, atol=2e-6), name
         assert float(parameter.grad.abs().max()) > 2e-5, name
