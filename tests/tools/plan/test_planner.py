@@ -246,6 +246,16 @@ def test_packed_weights_are_counted_if_the_processor_uses_them(model: Path) -> N
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+def test_a_plan_for_a_gpu_names_the_largest_micro_batch(model: Path) -> None:
+    split, whole, unknown = (
+        plan_memory(plan_run(model, *PLAIN, "gpus=1", *options), with_savings=False).notes
+        for options in (["gpu_gib=1", "train.max_tokens_per_micro_batch=16"], ["gpu_gib=1"], [])
+    )
+    assert [note for note in split if "`train.max_tokens_per_micro_batch=65536`" in note]
+    assert not [note for note in (*whole, *unknown) if "max_tokens_per_micro_batch" in note]
+
+
 def test_a_plan_for_gpus_needs_no_gpu(model: Path, capsys: Captured) -> None:
     options = [f"model.path={model}", *OPTIONS, "gpus=1", "--quick"]
     assert main(["plan", "grpo", *options, "gpu_gib=1", "--json"]) == 0
