@@ -1,4 +1,4 @@
-"""What a rollout costs a run beside its engine and its judge: the queue, the journal and the source.
+"""What a rollout costs a run beside its engine and its judge: the queue, the journal and its requests.
 
     python -m bench.rollout_queue [--rollouts 1024] [--step 256] [--tokens 64] [--rounds 7] [--json FILE]
 
@@ -28,13 +28,15 @@ from rich.table import Table
 
 from bench.common import written
 from etude.observe import make_console, progress
-from etude.recipes.collect.engine_source import EngineSource
+from etude.recipes.collect.engine_runner import EngineRunner, engine_limits
 from etude.recipes.collect.player import EnginePlayer, TurnSeeds
-from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
+from etude.recipes.collect.requested import RequestedRollouts
+from etude.recipes.collect.rollouts import PlayedRollout
 from etude.records import Completion, SamplingParams, Task, Turn
-from etude.rewards import Verdict
+from etude.rewards import Judge, NoReward, Verdict
 from etude.store import Journal, open_store
 from etude.store.queue.local_queue import open_own_queue
+from etude.store.queue.rollout_queue import RolloutRequest
 
 GROUP = 8
 PLACES = ("file", "memory")
@@ -64,25 +66,26 @@ class AtOnce:
         return self._played
 
 
-async def make_rollouts(source: EngineSource, rollouts: int, step: int) -> None:
+async def make_rollouts(requested: RequestedRollouts, rollouts: int, step: int) -> None:
     """Request the rollouts a step at a time, and wait for each step."""
     for first in range(0, rollouts, step):
         wanted = [
-            WantedRollout(id, Task(id // GROUP, {"prompt": "2+2=", "row": id // GROUP}, "sums"), id % GROUP)
+            RolloutRequest(Task(id // GROUP, {"prompt": "2+2=", "row": id // GROUP}, "sums"), id % GROUP, id)
             for id in range(first, min(first + step, rollouts))
         ]
-        await source.start(wanted)
-        await asyncio.gather(*map(source.result, wanted))
-    await source.close()
+        await requested.start(wanted)
+        await asyncio.gather(*map(requested.result, wanted))
+    await requested.close()
 
 
 def measure(place: str, journal: Journal, rollouts: int, step: int, tokens: int) -> Cost:
     """Return what a rollout takes over this journal."""
     player = cast(EnginePlayer, AtOnce(tokens))
-    with open_own_queue(journal) as queue:
-        source = EngineSource(queue, {"train": (player, SamplingParams(max_tokens=tokens))}, seed=1, retries=1)
+    with open_own_queue(journal) as queue, Judge(NoReward()) as judge:
+        runner = EngineRunner(queue, {"train": (player, SamplingParams(max_tokens=tokens))}, seed=1)
+        requested = RequestedRollouts(queue, journal, judge, runner, engine_limits(retries=1))
         began, used = time.perf_counter(), time.process_time()
-        asyncio.run(make_rollouts(source, rollouts, step))
+        asyncio.run(make_rollouts(requested, rollouts, step))
         scale = 1e6 / rollouts
         return Cost(place, (time.perf_counter() - began) * scale, (time.process_time() - used) * scale)
 

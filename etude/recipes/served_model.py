@@ -17,8 +17,8 @@ from typing import Any, Literal
 from etude.agents.agent import Agent
 from etude.data import Dataset
 from etude.data.table import DatasetLike
-from etude.recipes.collect.agent_source import AgentSource
-from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
+from etude.recipes.agents.services import AgentServices
+from etude.recipes.collect.rollouts import PlayedRollout
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.hub import locate_data, resolve_hub_names
 from etude.recipes.inference import load_for_inference
@@ -29,7 +29,7 @@ from etude.recipes.servers.reward_models import load_reward_models
 from etude.rewards import Judge
 from etude.rollout.engine_thread import release_omp_workers
 from etude.store import Journal, RolloutState, open_store
-from etude.store.queue.rollout_queue import RolloutQueue
+from etude.store.queue.rollout_queue import RolloutQueue, RolloutRequest
 
 
 @dataclass
@@ -38,7 +38,7 @@ class ServedModel:
 
     run: Run
     store: Journal
-    agents: AgentSource = field(repr=False)
+    agents: AgentServices = field(repr=False)
     loop: LoopThread = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -60,20 +60,18 @@ class ServedModel:
         dataset = Dataset.load(locate_data(tasks, "tasks"), self.run.data.columns, requires_prompt=False)
         rollouts = [(next(self._ids), row) for row in range(len(dataset))]
         return self.loop.run(
-            self._play_all([WantedRollout(id, dataset.task(row, id), 0) for id, row in rollouts], resources or {}, use)
+            self._play_all([RolloutRequest(dataset.task(row, id), 0, id, use) for id, row in rollouts], resources or {})
         )
 
-    async def _play_all(
-        self, wanted: Sequence[WantedRollout], resources: Mapping[str, Any], use: Literal["train", "val"]
-    ) -> list[PlayedRollout]:
+    async def _play_all(self, wanted: Sequence[RolloutRequest], resources: Mapping[str, Any]) -> list[PlayedRollout]:
         queue = self.new_client()
         try:
             for name, value in resources.items():
                 await queue.put_resource(name, value)
         finally:
             await queue.close()
-        await self.agents.start(wanted, use)
-        return list(await asyncio.gather(*map(self.agents.result, wanted)))
+        await self.agents.requested.start(wanted)
+        return list(await asyncio.gather(*map(self.agents.requested.result, wanted)))
 
     @property
     def new_client(self) -> Callable[[], RolloutQueue]:

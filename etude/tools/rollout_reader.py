@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 from etude.chat import ChatRenderer, PromptReader, Tokenizer
 from etude.chat.prompt_reader import PROMPT
 from etude.errors import ConfigError
-from etude.recipes.collect.agent_source import effective_reward
 from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
+from etude.recipes.collect.rollout_ends import effective_reward
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
 from etude.records import Outcome, Turn
 from etude.store import (
@@ -141,10 +141,7 @@ def reward_getter(directory: Path) -> RewardGetter:
 
 def reward_of_options(options: Mapping[str, Any]) -> RewardGetter:
     """Return the function that gives a rollout's reward: its total, or the reward of a failed agent."""
-    agent = options.get("agent", {})
-    if agent.get("path") is None:
-        return lambda state: None if state.last is None else state.last.total
-    return partial(effective_reward, failed_reward=agent["failed_reward"])
+    return partial(effective_reward, failed_reward=options.get("agent", {}).get("failed_reward", "drop"))
 
 
 def read_rollouts(store: Journal, split: str, reward_of: RewardGetter) -> Iterator[RolloutRecord]:

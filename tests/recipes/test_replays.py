@@ -15,10 +15,11 @@ import pytest
 from etude.data import SAMPLERS, Dataset
 from etude.errors import StoreError
 from etude.recipes.collect.agent_config import AgentConfig
-from etude.recipes.collect.agent_source import AgentSource
+from etude.recipes.collect.agent_runners import AgentRunners
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.requested import RequestedRollouts
 from etude.recipes.collect.statistics import CollectionWarnings
 from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.recipes.event_loop import LoopThread
@@ -27,7 +28,7 @@ from etude.rewards import Judge, JudgingConfig
 from etude.store import Event, Journal, JournalMark, TaskDropped, open_store
 from etude.store.journal.events import RolloutsAdmitted
 from etude.store.queue.local_queue import LocalRolloutQueue
-from etude.store.queue.rollout_queue import AttemptReport, QueueOwner
+from etude.store.queue.rollout_queue import AttemptReport, QueueOwner, RolloutLimits
 from tests.recipes.collect.commits import record_commits
 from tests.recipes.collect.test_sources import ECHO, TASKS, Scripted, even, group_records, sourced
 from tests.store.made import turn
@@ -191,6 +192,13 @@ async def played(queue: LocalRolloutQueue) -> None:
             await queue.finish(claim.attempt_id, ended)
 
 
+def by_agents(queue: LocalRolloutQueue, store: Journal, judge: Judge) -> RequestedRollouts:
+    """Return the requested rollouts of a run whose agents try each once."""
+    limits = RolloutLimits(max_attempts=1)
+    runners = AgentRunners(queue, AgentConfig(), store.position)
+    return RequestedRollouts(queue, store, judge, runners, {"train": limits, "val": limits})
+
+
 @contextmanager
 def agents(store: Journal, checkpoint: Saved) -> Iterator[Collector]:
     """Open a source of rollouts that a runner plays, over the same tasks, as a run does."""
@@ -208,7 +216,7 @@ def agents(store: Journal, checkpoint: Saved) -> Iterator[Collector]:
             max_staleness=0,
         )
         collector = Collector(
-            AgentSource(AgentConfig(), 0, queue, judge, store, store.position),
+            by_agents(queue, store, judge),
             builder,
             dataset=dataset,
             order=order,

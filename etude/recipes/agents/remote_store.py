@@ -28,7 +28,17 @@ from etude.integrity import read_json, write_json
 from etude.observe import get_logger
 from etude.recipes.run.directory import STORE_RUN_FILE
 from etude.records import Turn
-from etude.store import Event, Journal, Phase, RolloutQueued, RolloutState, Status, TaskIssued, TaskState
+from etude.store import (
+    Event,
+    Journal,
+    Phase,
+    RolloutCancelled,
+    RolloutQueued,
+    RolloutState,
+    Status,
+    TaskIssued,
+    TaskState,
+)
 from etude.store.http.forms import encode_as
 from etude.store.http.remote_queue import RemoteRolloutQueue
 from etude.store.http.request_limits import VALUES
@@ -41,6 +51,8 @@ RETRY_S = 3.0
 """Seconds of retries to reach the store for a renewal."""
 MOST_BYTES = 8 * 2**20
 """Most bytes of one request for rollouts; a store accepts four times as much."""
+PAGE = 256
+"""Rollouts of one query."""
 AT_ONCE = 16
 """Rollouts that are copied at a time."""
 OPEN = frozenset({Status.QUEUED, Status.RUNNING})
@@ -152,6 +164,8 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
         self._epoch = epoch
         self._unknown: dict[int, RolloutState] = {}
         """Rollouts that ended there and are unknown here, because the journal was restored from an earlier copy."""
+        self._late: list[RolloutState] = []
+        """Those of them that were copied here when they were requested again, after `wait` had passed them."""
 
     async def enqueue(self, requests: Sequence[RolloutRequest]) -> list[int]:
         """Enqueue rollouts, after the requests are written to the journal."""
@@ -174,8 +188,19 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
             self._journal.append([*new.values(), *events])
         for batch in _split_requests(requests):
             await super().enqueue(batch)
-        await self._copy_ended([self._unknown.pop(id) for id in ids if id in self._unknown])
+        late = [self._unknown.pop(id) for id in ids if id in self._unknown]
+        await self._copy_ended(late)
+        self._late += late
         return ids
+
+    async def cancel(self, rollouts: Sequence[int], why: str) -> None:
+        """Cancel rollouts there, and copy them here. One that was never sent there is cancelled here."""
+        for ids in (rollouts[at : at + PAGE] for at in range(0, len(rollouts), PAGE)):
+            query = RolloutQuery(ids=tuple(ids), limit=PAGE)
+            await super().cancel([state.id for state in (await self.find(query)).rollouts], why)
+            await self.find(query)
+        here = self._journal.load_states(RolloutState, rollouts).values()
+        self._journal.append([RolloutCancelled(state.id, why) for state in here if state.phase is Phase.QUEUED])
 
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
         """Return the states of rollouts that were copied here, which are sealed."""
@@ -194,9 +219,11 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
 
     async def wait(self, cursor: int = 0, timeout_s: float = 0.0, limit: int = 256) -> Ended:
         """Return rollouts that ended, after they are copied here."""
-        ended = await super().wait(cursor, timeout_s, limit)
+        ended = await super().wait(cursor, 0.0 if self._late else timeout_s, limit)
         await self._copy_ended(ended.rollouts)
-        return ended
+        late = self._late
+        self._late = []
+        return Ended(ended.cursor, [*late, *ended.rollouts])
 
     async def _copy_ended(self, states: Sequence[RolloutState]) -> None:
         """Copy ended rollouts that are open in the journal, after sealing them there."""

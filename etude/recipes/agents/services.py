@@ -42,9 +42,11 @@ from etude.recipes.agents.remote_store import (
     renew_lease,
 )
 from etude.recipes.collect.agent_config import AgentConfig
-from etude.recipes.collect.agent_source import AgentSource
+from etude.recipes.collect.agent_runners import AgentRunners
+from etude.recipes.collect.agent_statistics import AgentStatistics
 from etude.recipes.collect.evaluation_player import seed_ordinal
 from etude.recipes.collect.newest_version import newest_version
+from etude.recipes.collect.requested import RequestedRollouts
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.config import Run
 from etude.records import SamplingParams
@@ -55,15 +57,23 @@ from etude.store.http.server import serve
 from etude.store.http.server_thread import reachable_url
 from etude.store.queue.keys import RUNNER_KEY, Keyring
 from etude.store.queue.local_queue import LocalRolloutQueue, open_own_queue
-from etude.store.queue.rollout_queue import RolloutQueue
+from etude.store.queue.rollout_queue import RolloutLimits, RolloutQueue
 
 STOPPED_S = 24 * 3600.0
 """Seconds for which a run may be stopped, as by Ctrl-Z, before the runner processes that it started count it as gone.
 If it ends, they end with it."""
 
 
+class AgentServices(NamedTuple):
+    """The services of a run's agents, while they are open."""
+
+    requested: RequestedRollouts
+    new_client: Callable[[], RolloutQueue]
+    """Makes another client of the rollout queue, for any event loop."""
+
+
 @contextmanager
-def agent_source(
+def agent_services(
     run: Run,
     chat: ChatRenderer,
     engine: Upstream,
@@ -73,10 +83,13 @@ def agent_source(
     max_total_tokens: int,
     loop: LoopThread,
     agent: Agent | None = None,
-) -> Iterator[AgentSource]:
-    """Start all agent services, and yield the source that requests rollouts from agents.
+    *,
+    code_changed: bool = False,
+) -> Iterator[AgentServices]:
+    """Start all agent services, and yield what requests rollouts from agents.
 
-    loop: the run's own event loop. agent: the agent to run, instead of the one that `agent.path` names.
+    loop: the run's own event loop. agent: the agent to run, instead of the one that `agent.path` names. code_changed:
+    failures of the rollouts so far do not count.
     """
     options, cursor = run.agent, journal.position if run.agent.store is None else 0
     if agent is None and options.path is not None:
@@ -117,18 +130,21 @@ def agent_source(
             url, own_url = options.store, reachable_url(serving.url, str(urlsplit(options.store).hostname))
         asyncio.run(_publish_endpoint(queue, {"base_url": f"{reachable_url(own_url)}/v1", "model": endpoint.model}))
         check = _start_runners(options, agent, queue, keyring, url, directory, stack)
-        yield AgentSource(
-            options,
-            run.collect.retries,
+        limits = RolloutLimits(options.timeout, options.heartbeat_timeout, max_attempts=1 + run.collect.retries)
+        rollouts = RequestedRollouts(
             requested,
-            judge,
             journal,
-            cursor,
-            reward=_chosen_reward(run.reward),
-            check_runners=check,
-            endpoint_metrics=lambda: Metrics({name: Last.of(value) for name, value in endpoint.metrics().items()}),
-            new_client=partial(RemoteRolloutQueue, url, keyring.admin),
+            judge,
+            AgentRunners(requested, options, cursor, check),
+            {"train": limits, "val": limits},
+            failed_reward=options.failed_reward,
+            code_changed=code_changed,
+            statistics=AgentStatistics(
+                _chosen_reward(run.reward),
+                lambda: Metrics({name: Last.of(value) for name, value in endpoint.metrics().items()}),
+            ),
         )
+        yield AgentServices(rollouts, partial(RemoteRolloutQueue, url, keyring.admin))
 
 
 def _chosen_reward(reward: RewardFunction) -> str:

@@ -1,6 +1,6 @@
-"""Collects the groups of training steps from a source of rollouts.
+"""Collects the groups of training steps from the rollouts that it requests.
 
-    scheduler ─IssueRollout─► source ─► journal ─► scheduler ─AdmitStep─► groups of a step
+    scheduler ─IssueRollout─► rollout queue ─► journal ─► scheduler ─AdmitStep─► groups of a step
 
 Every rollout is written to the journal before it counts, and so is the admission that ends a step. So a killed run
 resumes with exactly what it had: admitted steps are replayed, scored rollouts used, unfinished ones issued again.
@@ -16,6 +16,7 @@ from typing import Any
 
 from etude.data import Dataset, RowOrder
 from etude.observe import Last, ProgressReporter, get_logger, null_progress
+from etude.recipes.collect.requested import RequestedRollouts
 from etude.recipes.collect.resume import (
     JournalRemainder,
     next_ordinal,
@@ -27,10 +28,8 @@ from etude.recipes.collect.rollouts import (
     IssuedTasks,
     PlayedRollout,
     PutSamples,
-    RolloutSource,
     ScoredRollout,
     StepGroups,
-    WantedRollout,
 )
 from etude.recipes.collect.scheduler import (
     OUTDATED,
@@ -53,6 +52,7 @@ from etude.records import Task
 from etude.rewards import Judge
 from etude.store import Journal, JournalMark, TaskState
 from etude.store.journal import events
+from etude.store.queue.rollout_queue import RolloutRequest
 
 ProgressFactory = Callable[[str, float], AbstractContextManager[ProgressReporter]]
 REPORT_S = 60.0
@@ -63,13 +63,14 @@ class Collector:
     """Collects the groups of each step, as the scheduler decides.
 
     Consumes tasks in the run's order. One task of the run's event loop carries out the decisions, for the life of the
-    run. Waits for the source, whose limits bound each rollout. Rollouts that end together are passed to the scheduler
+    run. Waits for the requested rollouts, each bounded by
+    its limits. Rollouts that end together are passed to the scheduler
     in the order of their ordinals.
     """
 
     def __init__(
         self,
-        source: RolloutSource,
+        requested: RequestedRollouts,
         builder: StepGroupsBuilder,
         *,
         dataset: Dataset,
@@ -87,7 +88,7 @@ class Collector:
         code_changed: the code of the agent or the reward changed since the run was started. last_step: the run's last
         step. keep: stores the samples of rollouts; by default in this process."""
         self._config = builder.collection
-        self._source = source
+        self._requested = requested
         self._builder = builder
         self._tasks = IssuedTasks(dataset, order)
         self._store = store
@@ -190,7 +191,7 @@ class Collector:
     def _read_line(self) -> list[OpenGroup]:
         """Return the groups that the run had issued and no step admitted, and keep the scores of their rollouts."""
         line: list[OpenGroup] = []
-        for task, rollouts in read_open_rollouts(self._store, self._source).items():
+        for task, rollouts in read_open_rollouts(self._store, self._requested).items():
             ended = {sample: played for sample, played in rollouts.items() if played is not None}
             issued = self._store.task(task).task
             metrics = {sample: self._keep(issued, sample, played) for sample, played in ended.items()}
@@ -239,7 +240,7 @@ class Collector:
 
     async def _collect(self) -> None:
         """Carry out the scheduler's decisions, until this is cancelled or fails. Each decision is written first."""
-        running: dict[asyncio.Task[PlayedRollout], WantedRollout] = {}
+        running: dict[asyncio.Task[PlayedRollout], RolloutRequest] = {}
         try:
             while True:
                 posts = [await self._posts.get()]
@@ -252,14 +253,14 @@ class Collector:
                 decisions = [each for event in happened for each in self._scheduler.handle(event)]
                 outdated = [each.task for each in decisions if isinstance(each, DropTask) and each.cause == OUTDATED]
                 if outdated:
-                    await self._source.cancel([id for task in outdated for id in self._ids(task)], OUTDATED)
+                    await self._requested.cancel([id for task in outdated for id in self._ids(task)], OUTDATED)
                 admit = self._settle(decisions)
                 async with self._issuing:
                     wanted = [
-                        WantedRollout(
-                            id=self._id(each.task, each.sample),
-                            task=self._tasks.task(each.task),
-                            sample=each.sample,
+                        RolloutRequest(
+                            self._tasks.task(each.task),
+                            each.sample,
+                            self._id(each.task, each.sample),
                             greedy=each.sample == self._config.group_size,
                             floor=each.floor,
                         )
@@ -267,9 +268,9 @@ class Collector:
                         if isinstance(each, IssueRollout)
                     ]
                     if wanted:
-                        await self._source.start(wanted)
+                        await self._requested.start(wanted)
                 for rollout in wanted:
-                    playing = asyncio.create_task(self._source.result(rollout))
+                    playing = asyncio.create_task(self._requested.result(rollout))
                     playing.add_done_callback(self._posts.put_nowait)
                     running[playing] = rollout
                 if admit is not None:
@@ -284,14 +285,14 @@ class Collector:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            await self._source.close()
+            await self._requested.close()
 
     def _raise_failure(self) -> None:
         """Raise the error that ended the collecting task, if it has failed."""
         if self._failure is not None:
             raise self._failure
 
-    def _end_rollouts(self, ended: Sequence[tuple[WantedRollout, PlayedRollout]]) -> list[SchedulerEvent]:
+    def _end_rollouts(self, ended: Sequence[tuple[RolloutRequest, PlayedRollout]]) -> list[SchedulerEvent]:
         """Count rollouts that ended, keep their scores, and return the scheduler's events."""
         happened: list[SchedulerEvent] = []
         for wanted, played in sorted(ended, key=lambda each: (each[0].task.ordinal, each[0].sample)):
@@ -354,7 +355,7 @@ class Collector:
         self._builder.warnings.warn_about_step(admit.step, self._statistics, totals, zero_variance=zero_variance)
         metrics = self._statistics.metrics(episodic=self._builder.episodic)
         metrics.merge(self._judge.pop_metrics())
-        metrics.merge(self._source.pop_metrics())
+        metrics.merge(self._requested.pop_metrics())
         groups = self._builder.groups(admit.step, scored, self._baselines, metrics)
         if self._config.candidates is not None:
             metrics.add("skipped_tasks", Last.of(len(admit.skipped)))
@@ -383,7 +384,7 @@ class Collector:
 
     def _recall(self, id: int) -> PlayedRollout:
         """Return how a rollout ended that a step was admitted with."""
-        played = self._source.recall(self._store.rollout(id))
+        played = self._requested.recall(self._store.rollout(id))
         assert played is not None, f"rollout {id} is in a step, and has no score"
         return played
 
@@ -401,7 +402,7 @@ class Collector:
         self._tasks.replay([*dropped, *others])
         for task in dropped:
             states = map(self._store.rollout, task.rollouts)
-            ended = [self._source.recall(state) for state in states if state.sample < self._config.group_size]
+            ended = [self._requested.recall(state) for state in states if state.sample < self._config.group_size]
             earned = [played.total for played in ended if played is not None and played.succeeded]
             self._tasks.settle(task.id, earned)
 

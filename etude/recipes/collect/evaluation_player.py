@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 from etude.errors import CollectionError
 from etude.recipes.collect.player import TurnSeeds
-from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
+from etude.recipes.collect.requested import RequestedRollouts
+from etude.recipes.collect.rollouts import PlayedRollout
 from etude.records import SamplingParams, Task
 from etude.store import Journal, Phase, TaskDropped, TaskState
-from etude.store.queue.rollout_limits import RolloutPurpose
+from etude.store.queue.rollout_queue import RolloutRequest
 
 FIRST_EVALUATION_ORDINAL = 2**40
 """From this ordinal on tasks are used only to score the model; no step trains on them."""
@@ -25,22 +26,6 @@ MAX_EVALUATIONS = 2**12
 evaluation ids."""
 ADDED_FIELDS = ("prompt", "row", "ground_truth", "extra_info")
 """Fields that Etude adds to those of a task's file."""
-
-
-class EvaluationSource(Protocol):
-    """Makes rollouts that score the model."""
-
-    async def start(self, wanted: Sequence[WantedRollout], use: RolloutPurpose) -> None:
-        """Have these rollouts made: they are in the journal when this returns. Asking again does no harm."""
-        ...
-
-    async def result(self, wanted: WantedRollout) -> PlayedRollout:
-        """Return the final result of a started rollout, once it is in the journal."""
-        ...
-
-    def start_scoring(self, step: int) -> None:
-        """Use the rollouts that follow to score this step."""
-        ...
 
 
 def evaluated_answer(ordinal: int) -> tuple[int, int]:
@@ -71,9 +56,17 @@ class EvaluationPlayer:
     Attempts that a stop cut off continue under the same ids: an answer that exists is not sampled again.
     """
 
-    def __init__(self, source: EvaluationSource, store: Journal, evaluation_id: str) -> None:
-        """evaluation_id: the way of scoring; another id requests other rollouts."""
-        self._source = source
+    def __init__(
+        self,
+        requested: RequestedRollouts,
+        store: Journal,
+        evaluation_id: str,
+        on_start: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """evaluation_id: the way of scoring; another id requests other rollouts. on_start: called with each step that
+        is scored, before its rollouts are requested."""
+        self._requested = requested
+        self._on_start = on_start
         self._store = store
         self._edition = int.from_bytes(blake2b(evaluation_id.encode(), digest_size=8).digest(), "big") % MAX_EVALUATIONS
         self._step = 0
@@ -81,7 +74,7 @@ class EvaluationPlayer:
 
     def start_scoring(self, step: int) -> None:
         """Use the attempts that follow to score this step."""
-        self._source.start_scoring(step)
+        self._on_start(step)
         self._step = step
         self._num_samples.clear()
 
@@ -104,7 +97,7 @@ class EvaluationPlayer:
         return task_prompt(task.fields)
 
     async def play(self, task: Task, sampling: SamplingParams, seeds: TurnSeeds) -> PlayedRollout:  # noqa: ARG002
-        """Make one attempt. The source has its sampling parameters and its seeds."""
+        """Make one attempt. Its runner has the sampling parameters and the seeds."""
         if task.ordinal >= MOST_TASKS // MOST_SAMPLES:
             raise CollectionError(
                 f"`data.val` has more than {MOST_TASKS // MOST_SAMPLES:,} tasks. Score on fewer: `evaluate.limit`."
@@ -112,9 +105,9 @@ class EvaluationPlayer:
         sample = self._num_samples[task.ordinal]
         self._num_samples[task.ordinal] += 1
         ordinal = self._first_ordinal() + task.ordinal * MOST_SAMPLES + sample
-        wanted = WantedRollout(ordinal, replace(task, ordinal=ordinal), 0)
-        await self._source.start([wanted], "val")
-        return await self._source.result(wanted)
+        request = RolloutRequest(replace(task, ordinal=ordinal), 0, ordinal, "val")
+        await self._requested.start([request])
+        return await self._requested.result(request)
 
     def _first_ordinal(self) -> int:
         return FIRST_EVALUATION_ORDINAL + (self._edition * MOST_STEPS + self._step) * MOST_TASKS

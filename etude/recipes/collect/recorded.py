@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 from etude.errors import RunError
+from etude.recipes.collect.rollout_ends import FailedReward, read_end
 from etude.recipes.collect.rollouts import PlayedRollout, StepGroups
 from etude.recipes.collect.step_groups import StepGroupsBuilder
-from etude.store import Journal, RolloutsAdmitted, RolloutState, TaskState
-
-Recall: TypeAlias = Callable[[Journal, RolloutState], PlayedRollout | None]
-"""Returns how a rollout ended, by the journal; None if it has no end there."""
+from etude.store import Journal, RolloutsAdmitted, TaskState
 
 
 class RecordedSteps:
     """The admitted steps of a journal."""
 
-    def __init__(self, store: Journal, builder: StepGroupsBuilder, recall: Recall) -> None:
-        """builder: builds the records as the run did. recall: reads a rollout as the run's source does."""
+    def __init__(self, store: Journal, builder: StepGroupsBuilder, failed_reward: FailedReward = "drop") -> None:
+        """builder: builds the records as the run did. failed_reward: of the run's rollouts that failed."""
         self._store = store
         self._builder = builder
-        self._recall = recall
+        self._failed_reward = failed_reward
         admissions = (event for _, event in store.read(kinds=(RolloutsAdmitted,)))
         self._admitted = {event.step: event.rollouts for event in admissions if isinstance(event, RolloutsAdmitted)}
 
@@ -40,10 +37,10 @@ class RecordedSteps:
 
     def with_batch_columns(self, columns: Mapping[str, str]) -> RecordedSteps:
         """Return the same steps, whose batches carry these columns of the data."""
-        return RecordedSteps(self._store, replace(self._builder, batch_columns=columns), self._recall)
+        return RecordedSteps(self._store, replace(self._builder, batch_columns=columns), self._failed_reward)
 
     def _recall_by_id(self, id: int) -> PlayedRollout:
-        played = self._recall(self._store, self._store.rollout(id))
+        played = read_end(self._store, self._store.rollout(id), self._failed_reward)
         if played is None:
             raise RunError(
                 f"The journal has no end of rollout {id}, which a step was trained on. It was damaged, or belongs to "

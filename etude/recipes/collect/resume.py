@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
-from etude.recipes.collect.rollouts import PlayedRollout, RolloutSource
+from etude.recipes.collect.requested import RequestedRollouts
+from etude.recipes.collect.rollouts import PlayedRollout
 from etude.store import Journal, JournalMark, Phase, RolloutState, Status, TaskState
 from etude.store.journal import events
 
@@ -98,7 +99,7 @@ def next_ordinal(store: Journal, position: int) -> int:
     return position
 
 
-def read_open_rollouts(store: Journal, source: RolloutSource) -> dict[int, dict[int, PlayedRollout | None]]:
+def read_open_rollouts(store: Journal, requested: RequestedRollouts) -> dict[int, dict[int, PlayedRollout | None]]:
     """Return the rollouts of open tasks, by task and number.
 
     None: it must be made. One that failed is left out.
@@ -108,7 +109,7 @@ def read_open_rollouts(store: Journal, source: RolloutSource) -> dict[int, dict[
         if state.task >= FIRST_EVALUATION_ORDINAL:
             continue
         rollouts = result.setdefault(state.task, {})
-        played = source.recall(state)
+        played = requested.recall(state)
         if played is None or played.succeeded:
             rollouts[state.sample] = played
     return result

@@ -1,7 +1,6 @@
-"""The tasks that a run issues, the forms that a rollout takes on its way into a training step, and the source that
-makes rollouts.
+"""The tasks that a run issues, and the forms that a rollout takes on its way into a training step.
 
-    IssuedTasks ─► WantedRollout ─► RolloutSource ─► PlayedRollout ─► ScoredRollout ─► StepGroups ─► Batch
+    IssuedTasks ─► RolloutRequest ─► RequestedRollouts ─► PlayedRollout ─► ScoredRollout ─► StepGroups ─► Batch
 
 As soon as a rollout is scored, its token sequences are stored where the ranks can read them (`Crew.put`). On a cluster
 that is the object store. The controller keeps only a few numbers of each, and builds a step from those
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +19,7 @@ from etude.data import Dataset, RowOrder
 from etude.observe import Metrics
 from etude.records import Outcome, Rollout, Sample, Task, Turn
 from etude.rewards import Verdict
-from etude.store import Journal, Phase, RolloutState, TaskState
-from etude.store.journal import events
+from etude.store import TaskState
 
 PutSamples = Callable[[Sequence[Sample]], Any]
 """Stores sequences, and returns a reference to them."""
@@ -51,20 +49,6 @@ class IssuedTasks:
     def settle(self, ordinal: int, rewards: Sequence[float]) -> None:
         """Record the rewards of a task's rollouts in the order, and forget the task."""
         self.order.record_rewards(row_of(self._tasks.pop(ordinal)), rewards)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WantedRollout:
-    """A rollout that a source is to make."""
-
-    id: int
-    task: Task
-    sample: int
-    """Its number within its group."""
-    greedy: bool = False
-    """True if each token is the most probable one: a baseline for the group."""
-    floor: int = 0
-    """No token of it can be of a lower policy version."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,46 +190,8 @@ class StepGroups:
         return [scored.rollout for scored in self.scored]
 
 
-class RolloutSource(Protocol):
-    """Makes rollouts: an engine that answers, or agents that get the tasks as their input."""
-
-    async def start(self, wanted: Sequence[WantedRollout]) -> None:
-        """Have these rollouts made: they are in the journal when this returns. Asking again does no harm."""
-        ...
-
-    async def result(self, wanted: WantedRollout) -> PlayedRollout:
-        """Return the final result of a started rollout, once it is in the journal.
-
-        The wait is bounded by the source's own limits. A failure of the rollout is an outcome; a failure of the engine
-        or the runners is raised.
-        """
-        ...
-
-    async def cancel(self, ids: Sequence[int], why: str) -> None:
-        """Cancel in the journal those rollouts that have not ended. Only a run that begins may call it."""
-        ...
-
-    def recall(self, state: RolloutState) -> PlayedRollout | None:
-        """Return how a rollout ended, by the journal; None if it must be started again."""
-        ...
-
-    def pop_metrics(self) -> Metrics:
-        """Return the metrics of the rollouts that ended since the last call."""
-        ...
-
-    async def close(self) -> None:
-        """End what the source does beside its caller."""
-        ...
-
-
 def row_of(task: Task) -> int:
     """Return the row of the dataset that a task was made from."""
     row = task.fields["row"]
     assert isinstance(row, int)
     return row
-
-
-def cancel_queued(store: Journal, ids: Sequence[int], why: str) -> None:
-    """Cancel those of these rollouts that are queued."""
-    states = store.load_states(RolloutState, ids).values()
-    store.append([events.RolloutCancelled(state.id, why) for state in states if state.phase is Phase.QUEUED])

@@ -11,16 +11,14 @@ from torch import Tensor
 from etude.checkpoint import Checkpoint, CheckpointManager, TensorTree
 from etude.dispatch import CrewConfig, LocalCrew
 from etude.observe import Mean, Metrics
-from etude.recipes.collect.agent_source import recall_agent_rollout
-from etude.recipes.collect.engine_source import recall_rollout
-from etude.recipes.collect.recorded import Recall, RecordedSteps
+from etude.recipes.collect.recorded import RecordedSteps
 from etude.recipes.collect.statistics import CollectionWarnings
 from etude.recipes.run.builders.collection import step_groups_builder
 from etude.recipes.run.builders.crew import build_trainer
 from etude.recipes.run.config import Run
 from etude.recipes.run.steps.components import Learners
 from etude.recipes.workers.policy_worker import PolicyWorker
-from etude.store import Journal, RolloutState
+from etude.store import Journal
 from etude.tools.replay.observer import StepObserver
 from etude.train import MeshConfig
 
@@ -33,14 +31,7 @@ START_COLUMNS = frozenset({"old_logp", "entropy"})
 def read_steps(run: Run, store: Journal) -> RecordedSteps:
     """Return the recorded steps of a run."""
     builder = step_groups_builder(run, CollectionWarnings(one_by_one=False))
-    recall: Recall = recall_rollout
-    if run.agent.path is not None:
-        failed_reward = run.agent.failed_reward
-
-        def recall(store: Journal, state: RolloutState) -> Any:
-            return recall_agent_rollout(store, state, failed_reward)
-
-    return RecordedSteps(store, builder, recall)
+    return RecordedSteps(store, builder, run.agent.failed_reward)
 
 
 class RecordedTrainer:

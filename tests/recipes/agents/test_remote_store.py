@@ -15,8 +15,6 @@ from etude.cli import main
 from etude.errors import ConfigError, IllegalTransitionError
 from etude.recipes.agents import remote_store as joining
 from etude.recipes.agents.remote_store import MirroredRolloutQueue
-from etude.recipes.collect.agent_config import AgentConfig
-from etude.recipes.collect.agent_source import AgentSource
 from etude.records import Outcome, Task
 from etude.store import (
     Journal,
@@ -126,8 +124,7 @@ def test_what_a_stop_left_of_a_group_is_cancelled_there_and_here() -> None:
         await store_queue.finish(first.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0))
         await far.wait(0, 10)
         far = far.with_epoch(await store_queue.acquire_lease(RUN))  # the run has restarted
-        source = AgentSource(AgentConfig(), 0, far, None, mine)  # type: ignore[arg-type]
-        await source.cancel([0, 1], "too old")
+        await far.cancel([0, 1], "too old")
         await far.close()
         for journal in (mine, theirs):
             assert [state.status for state in journal.rollouts()] == [Status.SUCCEEDED, Status.CANCELLED]
@@ -173,6 +170,9 @@ def test_a_journal_restored_from_a_backup_is_completed() -> None:
         await far.enqueue(wanted(0, 2))
         assert attempt_records(mine, 0) == attempt_records(theirs, 0) and mine.rollout(1).status is Status.QUEUED
         assert [got.attempt_id for got in await claim(store_queue)] == [AttemptId(1, 0)]
+        passed = store_queue.journal.position
+        assert [state.id for state in (await far.wait(passed, 10))[1]] == [0], "told, though the cursor is past it"
+        assert not (await far.wait(passed)).rollouts
 
     joined(before, open_store(), theirs)
     joined(after, mine, theirs)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from etude.data.samples import build_samples
 from etude.errors import CollectionError
-from etude.recipes.collect import agent_source as agents
+from etude.recipes.collect import agent_runners as agents
 from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.loop import run_loop

@@ -11,9 +11,10 @@ import pytest
 
 from etude.data import Dataset
 from etude.errors import CollectionError, EngineError
-from etude.recipes.collect.engine_source import EngineSource
+from etude.recipes.collect.engine_runner import EngineRunner, engine_limits
 from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL, EvaluationPlayer
 from etude.recipes.collect.player import EnginePlayer
+from etude.recipes.collect.requested import RequestedRollouts
 from etude.recipes.evaluate import EvaluationConfig, Evaluator
 from etude.recipes.event_loop import LoopThread
 from etude.records import SamplingParams, Task
@@ -26,8 +27,8 @@ ROWS, SAMPLES = 4, 3
 
 
 @contextmanager
-def evaluating(engine: Scripted, store: Journal) -> Iterator[tuple[Evaluator, EngineSource, LoopThread]]:
-    """Return an evaluator that records its answers, the source of its rollouts, and the event loop of both."""
+def evaluating(engine: Scripted, store: Journal) -> Iterator[tuple[Evaluator, RequestedRollouts, LoopThread]]:
+    """Return an evaluator that records its answers, its rollouts, and the event loop of both."""
     sampling = SamplingParams(max_tokens=4)
 
     def judged(task: Task, answer: str) -> float:
@@ -46,19 +47,20 @@ def evaluating(engine: Scripted, store: Journal) -> Iterator[tuple[Evaluator, En
             episodes=None,
         )
         queue = stack.enter_context(open_own_queue(store))
-        source = EngineSource(queue, {"val": (player, sampling)}, seed=5, retries=3)
+        runner = EngineRunner(queue, {"val": (player, sampling)}, seed=5)
+        requested = RequestedRollouts(queue, store, judge, runner, engine_limits(3))
         evaluator = Evaluator(
             EvaluationConfig(samples=SAMPLES),
             sampling=sampling,
             seed=5,
             dataset=Dataset.load([{"prompt": f"{row}+1="} for row in range(ROWS)]),
-            player=EvaluationPlayer(source, store, "one way of scoring"),
+            player=EvaluationPlayer(requested, store, "one way of scoring"),
             judge=judge,
             loop=loop,
             unrecorded=player,
         )
-        yield evaluator, source, loop
-        loop.run(source.close())
+        yield evaluator, requested, loop
+        loop.run(requested.close())
 
 
 def test_an_evaluation_that_was_cut_off_asks_only_for_the_answers_that_it_lacks() -> None:
@@ -81,10 +83,10 @@ def test_an_evaluation_that_was_cut_off_asks_only_for_the_answers_that_it_lacks(
 
 def test_an_evaluation_ends_with_an_error_if_its_run_stops_making_rollouts() -> None:
     """As when a judge ends the collecting of a run with staleness, while the policy is scored."""
-    with closing(open_store()) as store, evaluating(Scripted(lambda n: 30.0), store) as (evaluator, source, loop):
+    with closing(open_store()) as store, evaluating(Scripted(lambda n: 30.0), store) as (evaluator, requested, loop):
         answers = evaluator.begin(step=1)
         loop.run(asyncio.sleep(0.2))
-        loop.run(source.close())
+        loop.run(requested.close())
         with pytest.raises(CollectionError, match="has stopped making rollouts"):
             evaluator.wait_for(answers)
         with pytest.raises(CollectionError, match="has stopped making rollouts"):

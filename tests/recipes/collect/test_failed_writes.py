@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from etude.errors import StoreError
-from etude.recipes.collect.rollouts import WantedRollout
 from etude.store import Journal, open_store
+from etude.store.queue.rollout_queue import RolloutRequest
 from tests.recipes.collect.test_sources import sourced
 from tests.recipes.test_replays import Saved, saved
 from tests.recipes.test_stale_rollouts import GIVEN, STEPS, Versioned, judged
@@ -81,12 +81,12 @@ def test_a_save_that_waits_until_tasks_are_issued_fails_with_them() -> None:
     engine = Versioned(lambda request: 0 if request <= 4 else 60)
     with closing(open_store()) as store, sourced(engine, store, judged, max_staleness=1, **GIVEN) as source:
 
-        async def start_slowly(_: Sequence[WantedRollout]) -> None:
+        async def start_slowly(_: Sequence[RolloutRequest]) -> None:
             await asyncio.sleep(0.05)
             raise StoreError(DISK_FULL)
 
         source.next(1)
-        source._source.start = start_slowly  # type: ignore[method-assign]
+        source._requested.start = start_slowly  # type: ignore[method-assign]
         source.published(1)
         with pytest.raises(StoreError, match=DISK_FULL):
             source.mark()

@@ -24,10 +24,11 @@ from etude.errors import CollectionError, EngineError, RewardError
 from etude.protocols import Ids
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.config import CollectionConfig
-from etude.recipes.collect.engine_source import EngineSource
+from etude.recipes.collect.engine_runner import EngineRunner, engine_limits
 from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import EnginePlayer
+from etude.recipes.collect.requested import RequestedRollouts
 from etude.recipes.collect.rollouts import PutSamples, StepGroups
 from etude.recipes.collect.statistics import CollectionWarnings
 from etude.recipes.collect.step_groups import StepGroupsBuilder
@@ -147,7 +148,7 @@ def sourced(
             episodes=EpisodePlayer(env, CHAT, 200) if env is not None else None,
             newest_version=newest_version,
         )
-        sampling, retries = SamplingParams(max_tokens=4), config.retries
+        sampling = SamplingParams(max_tokens=4)
         builder = StepGroupsBuilder(
             config,
             CollectionWarnings(one_by_one=judge.one_by_one, pays=judge.has_reward),
@@ -157,8 +158,16 @@ def sourced(
             max_staleness=max_staleness,
             batch_columns=batch_columns or {},
         )
+        requested = RequestedRollouts(
+            queue,
+            store,
+            judge,
+            EngineRunner(queue, {"train": (player, sampling)}, seed=5),
+            engine_limits(config.retries),
+            code_changed=code_changed,
+        )
         collector = Collector(
-            EngineSource(queue, {"train": (player, sampling)}, seed=5, retries=retries, code_changed=code_changed),
+            requested,
             builder,
             dataset=dataset,
             order=SAMPLERS[sampler]().start(len(dataset), 5, dataset.sources),

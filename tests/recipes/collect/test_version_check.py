@@ -10,19 +10,17 @@ import pytest
 
 from etude.errors import CollectionError
 from etude.protocols import Ids
-from etude.recipes.collect.agent_config import AgentConfig
-from etude.recipes.collect.agent_source import AgentSource
 from etude.recipes.collect.resume import unread_version
-from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
+from etude.recipes.collect.rollouts import PlayedRollout
 from etude.recipes.event_loop import LoopThread
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, JudgingConfig
 from etude.store import Journal, Status, open_store
 from etude.store.queue.local_queue import LocalRolloutQueue
-from etude.store.queue.rollout_queue import AttemptReport, QueueOwner
+from etude.store.queue.rollout_queue import AttemptReport, QueueOwner, RolloutRequest
 from tests.recipes.collect.commits import record_commits
 from tests.recipes.collect.test_sources import Scripted, outcomes, sourced
-from tests.recipes.test_replays import admitted, killed
+from tests.recipes.test_replays import admitted, by_agents, killed
 from tests.store.made import turn
 
 
@@ -97,14 +95,10 @@ async def played_by_an_agent(store: Journal, *, floor: int, ended: bool) -> Play
         pytest.fail("the judge was asked for a rollout that the agent rewards")
 
     with Judge(unasked, JudgingConfig()) as judge:
-
-        def restart() -> AgentSource:
-            return AgentSource(AgentConfig(), 0, queue, judge, store, store.position)
-
         queue = LocalRolloutQueue(store)
         await queue.acquire_lease(QueueOwner("this run", "here"))
-        wanted = WantedRollout(0, Task(0, {"row": 0, "prompt": "1+1="}, "sums"), 0, floor=floor)
-        source = restart()
+        wanted = RolloutRequest(Task(0, {"row": 0, "prompt": "1+1="}, "sums"), id=0, floor=floor)
+        source = by_agents(queue, store, judge)
         await source.start([replace(wanted, floor=3) if ended else wanted])
         for version in (3, 4):
             for claim in await queue.claim("runner", 1, 0.0):
@@ -116,7 +110,7 @@ async def played_by_an_agent(store: Journal, *, floor: int, ended: bool) -> Play
                 await queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0))
         if ended:
             assert unread_version(store, 0) == 3
-            source = restart()
+            source = by_agents(queue, store, judge)
             await source.start([wanted])
         played = await source.result(wanted)
         await queue.close()

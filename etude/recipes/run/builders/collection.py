@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,25 +12,28 @@ from typing import TYPE_CHECKING, Any
 from etude.chat import ChatRenderer, PromptReader
 from etude.data import Dataset
 from etude.recipes.collect.collector import Collector
-from etude.recipes.collect.engine_source import EngineSource
+from etude.recipes.collect.engine_runner import EngineRunner, engine_limits
 from etude.recipes.collect.episodes import EpisodePlayer
-from etude.recipes.collect.evaluation_player import EvaluationPlayer, EvaluationSource
+from etude.recipes.collect.evaluation_player import EvaluationPlayer
 from etude.recipes.collect.newest_version import newest_version
 from etude.recipes.collect.player import AttemptPlayer, EnginePlayer
-from etude.recipes.collect.rollouts import PutSamples, RolloutSource
+from etude.recipes.collect.requested import RequestedRollouts
+from etude.recipes.collect.rollouts import PutSamples
 from etude.recipes.collect.statistics import CollectionWarnings
 from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.builders.episodes import build_episode_player
 from etude.recipes.run.builders.tasks import TaskLoader
+from etude.records import SamplingParams
 from etude.rewards import Judge
 from etude.store import Journal, open_store
 from etude.store.queue.local_queue import open_own_queue
+from etude.store.queue.rollout_limits import RolloutPurpose
 
 if TYPE_CHECKING:
     from etude.agents.agent import Agent
-    from etude.recipes.collect.agent_source import AgentSource
+    from etude.recipes.agents.services import AgentServices
     from etude.recipes.run.config import Run
     from etude.store.queue.rollout_queue import RolloutQueue
 
@@ -82,31 +85,33 @@ class RolloutBuilder:
         run = self.run
         code_changed = bool(inputs.RunInputs(directory, run).code_changed())
         agentic = run.agent.path is not None
-        source: RolloutSource
         client: Callable[[], RolloutQueue] | None = None
         if agentic:
-            agents = self.start_agents(directory, store, stack, agent)
-            source = agents
+            agents = self.start_agents(directory, store, stack, agent, code_changed=code_changed)
+            requested = agents.requested
             client = agents.new_client
-            evaluator = self._build_agent_scorer(agents, directory, store)
+            evaluator = self._build_agent_scorer(requested, directory, store)
         else:
             episodes = self._build_episodes()
             scoring = self._build_player(episodes)
-            engine_source = EngineSource(
-                stack.enter_context(open_own_queue(store)),
-                {
-                    "train": (self._build_player(episodes), run.sampling.training_params()),
-                    "val": (scoring, run.evaluate.sampling.fill_from(run.sampling).params()),
-                },
-                seed=run.seed,
-                retries=run.collect.retries,
+            queue = stack.enter_context(open_own_queue(store))
+            players: Mapping[RolloutPurpose, tuple[EnginePlayer, SamplingParams]] = {
+                "train": (self._build_player(episodes), run.sampling.training_params()),
+                "val": (scoring, run.evaluate.sampling.fill_from(run.sampling).params()),
+            }
+            requested = RequestedRollouts(
+                queue,
+                store,
+                self.judge,
+                EngineRunner(queue, players, run.seed),
+                engine_limits(run.collect.retries),
                 code_changed=code_changed,
             )
-            source = engine_source
-            evaluator = self.build_evaluator(scoring, self._recorded(engine_source, directory, store))
+            recorded = self._recorded(requested, directory, store, scoring.start_scoring)
+            evaluator = self.build_evaluator(scoring, recorded)
         warnings = CollectionWarnings(one_by_one=self.judge.one_by_one, pays=self.judge.has_reward)
         collector = Collector(
-            source,
+            requested,
             step_groups_builder(run, warnings),
             dataset=dataset,
             order=run.data.sampler.start(len(dataset), run.seed, dataset.sources),
@@ -135,15 +140,27 @@ class RolloutBuilder:
         player = player or self._build_player(self._build_episodes())
         return self._build_evaluator(dataset, recorded or player, prompts, player)
 
-    def start_agents(self, directory: Path, store: Journal, stack: ExitStack, agent: Agent | None) -> AgentSource:
-        """Start the agent services, and return the source that requests rollouts from agents."""
+    def start_agents(
+        self, directory: Path, store: Journal, stack: ExitStack, agent: Agent | None, *, code_changed: bool = False
+    ) -> AgentServices:
+        """Start the agent services, and return the rollouts that are requested from agents. code_changed: failures of
+        the rollouts so far do not count."""
         from etude.store import check_serving_installed
 
         check_serving_installed()
-        from etude.recipes.agents.services import agent_source
+        from etude.recipes.agents.services import agent_services
 
-        services = agent_source(
-            self.run, self.chat, self.engine, self.judge, store, directory, self.max_total_tokens, self.loop, agent
+        services = agent_services(
+            self.run,
+            self.chat,
+            self.engine,
+            self.judge,
+            store,
+            directory,
+            self.max_total_tokens,
+            self.loop,
+            agent,
+            code_changed=code_changed,
         )
         return stack.enter_context(services)
 
@@ -158,24 +175,31 @@ class RolloutBuilder:
         overrides = {"store": None, "listen": "127.0.0.1:0", "runners": config.runners or 1}
         run = self.run.model_copy(update={"agent": config.model_copy(update=overrides)})
         here = replace(self, run=run)
-        return here._build_agent_scorer(here.start_agents(directory, store, stack, None), directory, store)
+        agents = here.start_agents(directory, store, stack, None)
+        return here._build_agent_scorer(agents.requested, directory, store)
 
-    def _build_agent_scorer(self, agents: AgentSource, directory: Path, store: Journal) -> Evaluator | None:
+    def _build_agent_scorer(self, requested: RequestedRollouts, directory: Path, store: Journal) -> Evaluator | None:
         """Return the evaluator that scores the policy on `data.val` by agents; None without such tasks."""
         if not self.run.data.val:
             return None
         dataset = self._tasks().load_for_agents(self.run.data.val)
-        return self._build_evaluator(dataset, self._recorded(agents, directory, store), PromptReader(self.chat))
+        return self._build_evaluator(dataset, self._recorded(requested, directory, store), PromptReader(self.chat))
 
-    def _recorded(self, source: EvaluationSource, directory: Path, store: Journal) -> EvaluationPlayer:
+    def _recorded(
+        self,
+        requested: RequestedRollouts,
+        directory: Path,
+        store: Journal,
+        on_start: Callable[[int], None] = lambda _: None,
+    ) -> EvaluationPlayer:
         """Return what makes the attempts of a run's evaluations in its journal. With other code of the agent, the
-        environment or the reward it asks for other answers."""
+        environment or the reward it asks for other answers. on_start: called with each step that is scored."""
         from etude.recipes.run.resume import inputs
 
         run = self.run
         measured = inputs.evaluation_id(run.data.val, run.evaluate.score_settings(run.sampling))
         code = inputs.RunInputs(directory, run).hash_code()
-        return EvaluationPlayer(source, store, f"{measured} {sorted(code.items())}")
+        return EvaluationPlayer(requested, store, f"{measured} {sorted(code.items())}", on_start)
 
     def _build_evaluator(
         self,
