@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from etude.chat import ChatRenderer, PromptReader, Tokenizer
 from etude.chat.prompt_reader import PROMPT
 from etude.errors import ConfigError
-from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.collect.rollout_ends import effective_reward
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
 from etude.records import Outcome, Turn
@@ -39,6 +38,7 @@ PAGE_ROLLOUTS, PAGE_GROUPS = 64, 16
 FAILURES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.SUCCEEDED)
 TASK_PROMPT = "prompt of the task"
 """The role of a prompt that is read from the task, since what the model saw is not known."""
+Split: TypeAlias = Literal["train", "val", "all"]
 RewardGetter: TypeAlias = Callable[[RolloutState], float | None]
 
 
@@ -144,9 +144,9 @@ def reward_of_options(options: Mapping[str, Any]) -> RewardGetter:
     return partial(effective_reward, failed_reward=options.get("agent", {}).get("failed_reward", "drop"))
 
 
-def read_rollouts(store: Journal, split: str, reward_of: RewardGetter) -> Iterator[RolloutRecord]:
-    """Iterate over the rollouts of a split (`train`, `val` or `all`), by id."""
-    states = (state for state in store.iter_states(RolloutState) if split in ("all", state.use))
+def read_rollouts(store: Journal, split: Split, reward_of: RewardGetter) -> Iterator[RolloutRecord]:
+    """Iterate over the rollouts of a split, by id."""
+    states = store.iter_states(RolloutState, use=None if split == "all" else split)
     while page := list(islice(states, PAGE_ROLLOUTS)):
         yield from read_records(store, page, _load_tasks(store, page), reward_of)
 
@@ -156,11 +156,7 @@ def read_settled_groups(store: Journal, reward_of: RewardGetter) -> Iterator[lis
 
     Evaluation tasks are not included.
     """
-    settled = (
-        task
-        for task in store.iter_states(TaskState)
-        if task.phase is not Phase.OPEN and task.id < FIRST_EVALUATION_ORDINAL
-    )
+    settled = (task for task in store.iter_states(TaskState, use="train") if task.phase is not Phase.OPEN)
     while page := list(islice(settled, PAGE_GROUPS)):
         states = store.load_states(RolloutState, [id for task in page for id in task.rollouts])
         groups = [[states[id] for id in sorted(task.rollouts) if id in states] for task in page]

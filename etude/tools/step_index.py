@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
-from etude.store import AdvantagesEstimated, Journal, RolloutsAdmitted, TaskDropped
+from etude.store import AdvantagesEstimated, Journal, RolloutsAdmitted, TaskDropped, TaskState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +105,10 @@ class StepIndex:
 
     def _read_dropped(self, after: int, until: int) -> dict[int, list[int]]:
         dropped: dict[int, list[int]] = {}
-        for _, event in self._store.read(after, kinds=(TaskDropped,), until=until):
-            if isinstance(event, TaskDropped) and event.task < FIRST_EVALUATION_ORDINAL:
+        events = [event for _, event in self._store.read(after, kinds=(TaskDropped,), until=until)]
+        drops = [event for event in events if isinstance(event, TaskDropped)]
+        tasks = self._store.load_states(TaskState, [event.task for event in drops])
+        for event in drops:
+            if tasks[event.task].use == "train":
                 dropped.setdefault(event.step, []).append(event.task)
         return dropped

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
-from etude.store import Journal, TaskIssued
+from etude.store import Journal, TaskIssued, TaskState
 from etude.store.journal.journal import DamagedJournalError
 
 
 class TaskIndex:
-    """The ordinal and the row of each task. Tasks that score the model have rows of other data."""
+    """The ordinal, the row and the use of each task. Tasks that score the model have rows of other data."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -22,6 +21,8 @@ class TaskIndex:
         """All tasks up to here are read."""
         self._ordinals = array("q")
         self._rows = array("q")
+        self._scores = array("b")
+        """1 for a task that scores the model."""
 
     def refresh(self, seconds: float) -> bool:
         """Read the tasks that were issued since the last call, for at most some seconds; return True if all are
@@ -31,6 +32,7 @@ class TaskIndex:
             if event is not None:
                 self._ordinals.append(event.task)
                 self._rows.append(event.row)
+                self._scores.append(event.use == "val")
             self._position = position
             if time.monotonic() > end:
                 return False
@@ -52,11 +54,11 @@ class TaskIndex:
             yield from self._read(position, middle)
             yield from self._read(middle, until)
 
-    def of_same_row(self, ordinal: int, row: int) -> list[int]:
+    def of_same_row(self, task: TaskState) -> list[int]:
         """Return the ordinals of all tasks that were made from the same row as this one, in their order."""
         if not self._ordinals:
             return []
-        ordinals, rows = (np.array(column, np.int64) for column in (self._ordinals, self._rows))
-        is_evaluation = ordinals >= FIRST_EVALUATION_ORDINAL
-        same = (rows == row) & (is_evaluation == (ordinal >= FIRST_EVALUATION_ORDINAL))
+        columns = (self._ordinals, self._rows, self._scores)
+        ordinals, rows, scores = (np.array(column, np.int64) for column in columns)
+        same = (rows == task.row) & (scores == (task.use == "val"))
         return sorted(ordinals[same].tolist())

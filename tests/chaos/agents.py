@@ -267,7 +267,7 @@ def check_run(directory: Path, kills: int, runner_kills: int, seconds: float) ->
         assert [*store.tasks()] == [state for state in _ordered(derived) if isinstance(state, TaskState)]
         attempts = Counter(str(attempt.status) for state in store.rollouts() for attempt in state.attempts)
         issued = [event for _, event in store.read(kinds=(TaskIssued,)) if isinstance(event, TaskIssued)]
-        rows = {event.task: event.row for event in issued if event.task < 2**40}
+        rows = {event.task: event.row for event in issued if event.use == "train"}
         trained = {step: tuple(sorted({store.rollout(id).task for id in ids})) for step, ids in admitted.items()}
     finally:
         store.close()

@@ -40,6 +40,7 @@ from etude.store import (
     TurnRewarded,
     open_store,
 )
+from etude.store.queue.rollout_limits import RolloutPurpose
 from tests.store.made import group, same, tried, turn
 from tests.store.servers import new_database
 
@@ -251,6 +252,19 @@ def test_states_are_listed_in_both_orders(store: Journal) -> None:
     assert [state.id for state in store.iter_states(RolloutState, 130, backwards=True)] == list(range(129, -1, -1))
     assert [state.id for state in store.iter_states(TaskState, backwards=True)] == list(range(99, -1, -1))
     assert {id: state.task for id, state in store.load_states(RolloutState, [7, 199, 200]).items()} == {7: 3, 199: 99}
+
+
+def test_states_are_listed_by_use(store: Journal) -> None:
+    for id in range(12):
+        use: RolloutPurpose = "val" if id % 3 == 2 else "train"
+        store.append([TaskIssued(id, id, "s", {}, use), RolloutQueued(id, id, 0, use)])
+    store.append([RolloutCancelled(5, "enough")])
+    kinds: list[type[TaskState | RolloutState]] = [TaskState, RolloutState]
+    for kind in kinds:
+        assert [state.id for state in store.iter_states(kind, use="val")] == [2, 5, 8, 11]
+        assert [state.id for state in store.iter_states(kind, 8, backwards=True, use="val")] == [5, 2]
+        assert [state.id for state in store.iter_states(kind, 6, use="train")] == [7, 9, 10]
+    assert store.replay()["task", 5] == store.task(5) and store.task(5).use == "val"
 
 
 def test_a_refused_batch_does_not_affect_others_written_with_it(store: Journal) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from etude.data import RowOrder
-from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.store import Event, Journal, RolloutsAdmitted, RolloutState, Status, TaskDropped, TaskIssued
 
 
@@ -15,7 +14,7 @@ def record_in_order(store: Journal, order: RowOrder, position: int, group_size: 
     for at, event in store.read(kinds=(TaskIssued, TaskDropped, RolloutsAdmitted)):
         if at > position:
             break
-        if isinstance(event, TaskIssued | TaskDropped) and event.task >= FIRST_EVALUATION_ORDINAL:
+        if isinstance(event, TaskIssued | TaskDropped) and store.task(event.task).use == "val":
             continue
         if isinstance(event, TaskIssued):
             order.replay(event.task, event.row)

@@ -18,7 +18,6 @@ from etude.data import SAMPLERS
 from etude.protocols import Ids
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.environment import EnvConfig
-from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.records import Completion, SamplingParams, Task
 from etude.rollout.held_adapters import adapter_count
 from etude.store import Event, Journal, RolloutsAdmitted, TaskDropped, open_store
@@ -272,7 +271,7 @@ def test_a_run_trains_on_rollouts_that_were_made_during_its_updates(world: Path,
     assert sum(step["engine/finished"] for step in steps) > 4 * steps[0]["rollouts"], "the scored answers are in it"
     assert json.loads((run / "inputs.json").read_text())["threads"] == "trainer 1, engine 1"
     with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
-        issued = [task for task in store.tasks() if task.id < FIRST_EVALUATION_ORDINAL]
+        issued = [task for task in store.tasks() if task.use == "train"]
         assert len(issued) == 12, "none is issued after the last step's"
 
 

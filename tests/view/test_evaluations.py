@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.store import RolloutQueued, TaskDropped, TaskIssued, open_store
 from tests.view.browser import READY, Browser, texts
 from tests.view.made import rollout_events, turn, write_run
 
-BEFORE, AFTER = FIRST_EVALUATION_ORDINAL, FIRST_EVALUATION_ORDINAL + 2**30
+BEFORE, AFTER = 2**40, 2**40 + 2**30
 """The rollouts that score the policy before the first step and after step 1."""
 pytestmark = pytest.mark.usefixtures("without_problems")
 
@@ -23,7 +22,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(root / "run", steps=1)
     with closing(open_store(root / "run" / "journal.sqlite")) as store:
         for step, id in enumerate((BEFORE, AFTER)):
-            store.append([TaskIssued(id, 0, "sums", {"prompt": "1 + 1"}), RolloutQueued(id, id, 0, "val")])
+            store.append([TaskIssued(id, 0, "sums", {"prompt": "1 + 1"}, "val"), RolloutQueued(id, id, 0, "val")])
             store.append(rollout_events(id, 1.0, turn(2, step, "two")))
             store.append([TaskDropped(id, step, "it was asked to score the model")])
     return root

@@ -15,7 +15,6 @@ import pytest
 
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
-from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.records import Outcome
 from etude.store import (
     AttemptEnded,
@@ -40,7 +39,7 @@ from tests.worlds import make_tokenizer
 CALL = 'I look.\n<tool_call>\n{"name": "find", "arguments": {"item": "Lamp"}}\n</tool_call>'
 SHOWN = 8, 14
 """The ids that rollout 20 was shown between its answers."""
-SCORED = FIRST_EVALUATION_ORDINAL + 2**60 + 1
+SCORED = 2**60 + 2**40 + 1
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [*rollout_events(21, None, turn(2, 2, "[find(item='lamp')]")), *rollout_events(22, 1.0, turn(9, 2))]
         )
         store.append([RolloutsAdmitted(3, (20, 22), 11, 2)])
-        store.append([TaskIssued(SCORED, 0, "lamps", {"prompt": "Scored"}), RolloutQueued(SCORED, SCORED, 0, "val")])
+        store.append(
+            [TaskIssued(SCORED, 0, "lamps", {"prompt": "Scored"}, "val"), RolloutQueued(SCORED, SCORED, 0, "val")]
+        )
         store.append([*rollout_events(SCORED, 1.0, turn(2, 2)), TaskDropped(SCORED, 3, "it was asked to score")])
     return directory
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from etude.errors import StoreError
-from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.records import Completion, Turn
 from etude.store import RolloutQueued, RolloutsAdmitted, TaskDropped, TaskIssued, open_store
 from etude.view.catalog import RunCatalog
@@ -20,7 +19,7 @@ from etude.view.queries import task as tasks
 from etude.view.queries.task import read_task
 from tests.view.made import Viewer, rollout_events, turn, write_run
 
-SCORED = FIRST_EVALUATION_ORDINAL
+SCORED = 2**40
 
 
 def answer(*ids: int) -> Turn:
@@ -72,7 +71,7 @@ def test_the_draws_of_a_row_are_found_and_its_answers_compared(viewer: Viewer, t
 
 def test_a_draw_of_another_row_and_a_task_that_scores_the_model_are_no_draws(viewer: Viewer, tmp_path: Path) -> None:
     with closing(open_store(tmp_path / "run" / "journal.sqlite")) as store:
-        store.append([TaskIssued(SCORED, 30, "sums", {"prompt": "?"}), RolloutQueued(SCORED, SCORED, 0, "val")])
+        store.append([TaskIssued(SCORED, 30, "sums", {"prompt": "?"}, "val"), RolloutQueued(SCORED, SCORED, 0, "val")])
         store.append([*rollout_events(SCORED, 1.0, turn(2, 2)), TaskDropped(SCORED, 3, "it was asked to score")])
     assert viewer.get("task", run="run", task=3)["draws"]["task"] == [3, 10]
     assert viewer.get("task", run="run", task=SCORED)["draws"]["task"] == [SCORED]

@@ -126,7 +126,7 @@ class ModelCallRunner:
         else:
             rollout = session.attempt_id.rollout
             seeds = [
-                self._seeds(rollout, session.draw, prompt.hash, session.count_occurrence(prompt))
+                self._seeds(session.use, rollout, session.draw, prompt.hash, session.count_occurrence(prompt))
                 for _ in range(call.request.n)
             ]
         return [replace(call.sampling, seed=seed, version=session.version) for seed in seeds]

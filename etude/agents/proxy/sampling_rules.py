@@ -21,10 +21,10 @@ from etude.records import SamplingParams
 from etude.store.queue.rollout_queue import RolloutPurpose
 
 ParameterMode: TypeAlias = Literal["force", "default"]
-SeedFunction: TypeAlias = Callable[[int, int, int, int], int]
-"""Returns the seed of an answer, from the rollout, the draw, a hash of the prompt's ids, and the occurrence. The draw
-is the attempt's index without attempts that infrastructure broke. The occurrence counts earlier answers to this prompt
-in the attempt."""
+SeedFunction: TypeAlias = Callable[[RolloutPurpose, int, int, int, int], int]
+"""Returns the seed of an answer, from the use, the rollout, the draw, a hash of the prompt's ids, and the occurrence.
+The draw is the attempt's index without attempts that infrastructure broke. The occurrence counts earlier answers to
+this prompt in the attempt."""
 FORCED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens", "seed")
 """The agent's parameters that are not followed if the run's are forced."""
 DISTRIBUTION = ("temperature", "repetition_penalty", "logit_bias")
@@ -33,11 +33,14 @@ BAN = -100.0
 """A bias from here on keeps a token from being drawn."""
 
 
-def make_seed_function(run: int) -> SeedFunction:
-    """Return a function whose seeds depend only on the run's seed and on the call that they answer."""
+def make_seed_function(
+    run: int, number_of: Callable[[int, RolloutPurpose], int] = lambda rollout, _: rollout
+) -> SeedFunction:
+    """Return a function whose seeds depend only on the run's seed and on the call that they answer. number_of: returns
+    the number that the seeds of a rollout derive from."""
 
-    def seed(rollout: int, draw: int, prompt: int, occurrence: int) -> int:
-        text = f"{run}:call:{rollout}:{draw}:{prompt}:{occurrence}"
+    def seed(use: RolloutPurpose, rollout: int, draw: int, prompt: int, occurrence: int) -> int:
+        text = f"{run}:call:{number_of(rollout, use)}:{draw}:{prompt}:{occurrence}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     return seed

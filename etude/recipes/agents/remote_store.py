@@ -179,7 +179,7 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
             task, row = request.task, request.task.fields.get("row")
             if task.ordinal not in tasks and task.ordinal not in new:
                 row_number = row if isinstance(row, int) else task.ordinal
-                new[task.ordinal] = TaskIssued(task.ordinal, row_number, task.source, task.fields)
+                new[task.ordinal] = TaskIssued(task.ordinal, row_number, task.source, task.fields, request.use)
             if id not in known:
                 events.append(
                     RolloutQueued(id, task.ordinal, request.sample, request.use, request.limits, floor=request.floor)

@@ -44,7 +44,7 @@ from etude.recipes.agents.remote_store import (
 from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.agent_runners import AgentRunners
 from etude.recipes.collect.agent_statistics import AgentStatistics
-from etude.recipes.collect.evaluation_player import seed_ordinal
+from etude.recipes.collect.evaluation_player import seed_number
 from etude.recipes.collect.newest_version import newest_version
 from etude.recipes.collect.requested import RequestedRollouts
 from etude.recipes.event_loop import LoopThread
@@ -175,7 +175,7 @@ def build_endpoint(
         context=max_total_tokens,
         train=train,
         val=val,
-        seeds=lambda rollout, *which: make_seed_function(seed)(seed_ordinal(rollout), *which),
+        seeds=make_seed_function(seed, seed_number),
         config=config,
         notified=notified,
         newest_version=newest_version(engine),

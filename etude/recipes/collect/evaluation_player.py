@@ -1,4 +1,4 @@
-"""Rollouts that score the model: they are requested as those of a step are, with ordinals of their own range."""
+"""Rollouts that score the model: they are requested as those of a step are, and have `use` "val"."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from etude.recipes.collect.requested import RequestedRollouts
 from etude.recipes.collect.rollouts import PlayedRollout
 from etude.records import SamplingParams, Task
 from etude.store import Journal, Phase, TaskDropped, TaskState
-from etude.store.queue.rollout_queue import RolloutRequest
+from etude.store.journal.events import EvaluationNumbered
+from etude.store.queue.rollout_queue import RolloutPurpose, RolloutRequest
 
-FIRST_EVALUATION_ORDINAL = 2**40
-"""From this ordinal on tasks are used only to score the model; no step trains on them."""
+_FIRST_ORDINAL = 2**40
+"""The first ordinal of the tasks that score the model, beyond those that a run can train on. Whether a task does is its
+`use`; no other file knows this number."""
 MOST_SAMPLES = 2**10
 MOST_TASKS = 2**30
 MOST_STEPS = 2**20
@@ -30,17 +32,13 @@ ADDED_FIELDS = ("prompt", "row", "ground_truth", "extra_info")
 
 def evaluated_answer(ordinal: int) -> tuple[int, int]:
     """Return the row of the tasks that score the model, and the number of the answer to it, of such an ordinal."""
-    return divmod((ordinal - FIRST_EVALUATION_ORDINAL) % MOST_TASKS, MOST_SAMPLES)
+    return divmod(ordinal % MOST_TASKS, MOST_SAMPLES)
 
 
-def seed_ordinal(rollout: int) -> int:
-    """Return the number that a rollout's seeds derive from. It is the same at any step, so the same weights give the
-    same answers when they are scored."""
-    return (
-        rollout
-        if rollout < FIRST_EVALUATION_ORDINAL
-        else FIRST_EVALUATION_ORDINAL + (rollout - FIRST_EVALUATION_ORDINAL) % MOST_TASKS
-    )
+def seed_number(rollout: int, use: RolloutPurpose) -> int:
+    """Return the number that a rollout's seeds derive from. One that scores the model has the same at any step, so the
+    same weights give the same answers when they are scored."""
+    return rollout if use == "train" else _FIRST_ORDINAL + rollout % MOST_TASKS
 
 
 def task_prompt(fields: Mapping[str, Any]) -> Any:
@@ -50,8 +48,8 @@ def task_prompt(fields: Mapping[str, Any]) -> Any:
 
 
 class EvaluationPlayer:
-    """Makes the attempts that score the model as tasks of the run's journal, with ordinals of their own range. They are
-    dropped from training afterwards.
+    """Makes the attempts that score the model as tasks of the run's journal, of use "val". They are closed afterwards,
+    and no step trains on them.
 
     Attempts that a stop cut off continue under the same ids: an answer that exists is not sampled again.
     """
@@ -68,7 +66,8 @@ class EvaluationPlayer:
         self._requested = requested
         self._on_start = on_start
         self._store = store
-        self._edition = int.from_bytes(blake2b(evaluation_id.encode(), digest_size=8).digest(), "big") % MAX_EVALUATIONS
+        self._evaluation_id = evaluation_id
+        self._number: int | None = None
         self._step = 0
         self._num_samples: Counter[int] = Counter()
 
@@ -110,4 +109,27 @@ class EvaluationPlayer:
         return await self._requested.result(request)
 
     def _first_ordinal(self) -> int:
-        return FIRST_EVALUATION_ORDINAL + (self._edition * MOST_STEPS + self._step) * MOST_TASKS
+        if self._number is None:
+            self._number = evaluation_number(self._store, self._evaluation_id)
+        return _FIRST_ORDINAL + (self._number * MOST_STEPS + self._step) * MOST_TASKS
+
+
+def evaluation_number(store: Journal, evaluation_id: str) -> int:
+    """Return the number of a way of scoring in a run, and record it if it is new.
+
+    It follows from the id, so that a journal which was restored from an earlier copy gives the same one. The record
+    keeps two ids with the same hash apart.
+    """
+    numbered = [event for _, event in store.read(kinds=(EvaluationNumbered,))]
+    taken = {event.number: event.evaluation for event in numbered if isinstance(event, EvaluationNumbered)}
+    if len(taken) >= MAX_EVALUATIONS and evaluation_id not in taken.values():
+        raise CollectionError(
+            f"The run was scored in {MAX_EVALUATIONS:,} ways, with other options, data or code each, and no run can be "
+            "scored in more. Begin a new run."
+        )
+    number = int.from_bytes(blake2b(evaluation_id.encode(), digest_size=8).digest(), "big") % MAX_EVALUATIONS
+    while taken.get(number, evaluation_id) != evaluation_id:
+        number = (number + 1) % MAX_EVALUATIONS
+    if number not in taken:
+        store.append([EvaluationNumbered(evaluation_id, number)])
+    return number

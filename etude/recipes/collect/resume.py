@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.collect.requested import RequestedRollouts
 from etude.recipes.collect.rollouts import PlayedRollout
 from etude.store import Journal, JournalMark, Phase, RolloutState, Status, TaskState
@@ -75,26 +74,27 @@ def read_remainder(store: Journal, step: int, mark: JournalMark) -> JournalRemai
                         known = 0
                 elif trained == step:
                     admitted_at = position
-            case events.TaskDropped(task=task) if task < FIRST_EVALUATION_ORDINAL:
+            case events.TaskDropped():
                 dropped.append((position, event))
     store.verify_mark(mark, admitted_at)
     remainder.end = last.end
     remainder.skipped = last.skipped
+    tasks = store.load_states(TaskState, [each.task for _, each in dropped])
     for position, each in dropped:
+        task = tasks[each.task]
+        if task.use != "train":
+            continue
         if each.step > step and position > known:
-            remainder.dropped.setdefault(each.step, []).append(store.task(each.task))
-        unseen = each.task >= last.end or each.task in last.skipped
-        if unseen:
-            remainder.dropped_ahead.append(store.task(each.task))
-    remainder.open_tasks = [task for task in store.tasks(Phase.OPEN) if task.id < FIRST_EVALUATION_ORDINAL]
+            remainder.dropped.setdefault(each.step, []).append(task)
+        if task.id >= last.end or task.id in last.skipped:
+            remainder.dropped_ahead.append(task)
+    remainder.open_tasks = [task for task in store.tasks(Phase.OPEN) if task.use == "train"]
     return remainder
 
 
 def next_ordinal(store: Journal, position: int) -> int:
-    """Return the first ordinal from a position on that no task was issued with."""
-    for issued in store.iter_states(TaskState, position - 1):
-        if issued.id >= FIRST_EVALUATION_ORDINAL:
-            break
+    """Return the first ordinal from a position on that no task for training was issued with."""
+    for issued in store.iter_states(TaskState, position - 1, use="train"):
         position = issued.id + 1
     return position
 
@@ -106,7 +106,7 @@ def read_open_rollouts(store: Journal, requested: RequestedRollouts) -> dict[int
     """
     result: dict[int, dict[int, PlayedRollout | None]] = {}
     for state in store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
-        if state.task >= FIRST_EVALUATION_ORDINAL:
+        if state.use != "train":
             continue
         rollouts = result.setdefault(state.task, {})
         played = requested.recall(state)

@@ -68,6 +68,7 @@ class TaskIssued(BaseEvent):
     """The row of the dataset."""
     source: str
     fields: Mapping[str, Any]
+    use: RolloutPurpose = "train"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", to_json_value(self.fields, f"Task {self.task}: fields"))
@@ -404,6 +405,17 @@ class PolicyEvaluated(BaseEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationNumbered(BaseEvent):
+    """A way of scoring has a number, which the ids of its rollouts begin with: `EvaluationNumbered("val-3f…", 2071)`.
+    No other one has it."""
+
+    kind = "evaluation_numbered"
+
+    evaluation: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyPublished(BaseEvent):
     """Every engine computes with this version of the policy."""
 
@@ -438,7 +450,8 @@ Event: TypeAlias = (
     | (RolloutQueued | RolloutResumed | RolloutSealed | RolloutCancelled | RolloutExpired)
     | (AttemptStarted | AttemptReady | AttemptRewarded | AttemptEnded | LateResultRecorded)
     | (TurnRecorded | TurnRewarded | NoteRecorded)
-    | (RolloutsAdmitted | AdvantagesEstimated | PolicyEvaluated | PolicyPublished | ResourcePut)
+    | (RolloutsAdmitted | AdvantagesEstimated | PolicyPublished | ResourcePut)
+    | (PolicyEvaluated | EvaluationNumbered)
 )
 EVENTS: dict[str, type[Event]] = {event.kind: event for event in get_args(Event)}
 """The events by their kind."""

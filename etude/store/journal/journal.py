@@ -45,6 +45,7 @@ from etude.store.journal.events import (
 from etude.store.journal.json_values import to_json
 from etude.store.journal.states import STATES, AttemptState, Phase, ResourceState, RolloutState, S, State, TaskState
 from etude.store.journal.transitions import EventFold
+from etude.store.queue.rollout_limits import RolloutPurpose
 
 PAGE_EVENTS = 64
 """Events that a reader holds at once. They are few, since each may have a payload of megabytes."""
@@ -58,6 +59,7 @@ class StateRow(NamedTuple):
     kind: str
     id: int
     phase: str
+    use: str
     body: str
     """JSON."""
     digest: int
@@ -326,11 +328,19 @@ class Journal(ABC):
         with self._lock:
             return dict(self._load(kind, ids))
 
-    def iter_states(self, kind: type[S], after: int | None = None, *, backwards: bool = False) -> Iterator[S]:
-        """Yield the states of a kind behind an id, by ascending or descending id, a page at a time."""
+    def iter_states(
+        self,
+        kind: type[S],
+        after: int | None = None,
+        *,
+        backwards: bool = False,
+        use: RolloutPurpose | None = None,
+    ) -> Iterator[S]:
+        """Yield the states of a kind behind an id, by ascending or descending id, a page at a time. use: only tasks or
+        rollouts of this use."""
         while True:
             with self._lock:
-                bodies = self._state_page(kind.kind, after, PAGE_EVENTS, backwards)
+                bodies = self._state_page(kind.kind, after, PAGE_EVENTS, backwards, use)
             for body in bodies:
                 state = _decode_state(kind, body)
                 after = state.id
@@ -370,7 +380,7 @@ class Journal(ABC):
         """Return the largest id of a kind, -1 if there is none. States beyond it need not be searched."""
         if kind.kind not in self._largest_ids:
             self._largest_ids[kind.kind] = max(
-                (_decode_state(kind, body).id for body in self._state_page(kind.kind, None, 1, True)), default=-1
+                (_decode_state(kind, body).id for body in self._state_page(kind.kind, None, 1, True, None)), default=-1
             )
         return self._largest_ids[kind.kind]
 
@@ -462,8 +472,9 @@ class Journal(ABC):
         """Return the bodies of the states in these phases, by id."""
 
     @abstractmethod
-    def _state_page(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
-        """Return the bodies of the first states behind an id, in ascending or descending order."""
+    def _state_page(self, kind: str, after: int | None, limit: int, backwards: bool, use: str | None) -> list[str]:
+        """Return the bodies of the first states behind an id, in ascending or descending order; with a use, only
+        those of this use."""
 
 
 def _load_nothing(kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:  # noqa: ARG001
@@ -472,13 +483,15 @@ def _load_nothing(kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:  # noqa
 
 def encode_state(state: State) -> StateRow:
     """Return the stored form of a state."""
-    phase, body = str(state.phase), to_json(state.to_dict())
-    return StateRow(state.kind, state.id, phase, body, state_digest(state.kind, state.id, phase, body))
+    phase = str(state.phase)
+    body = to_json(state.to_dict())
+    digest = state_digest(state.kind, state.id, phase, state.use, body)
+    return StateRow(state.kind, state.id, phase, state.use, body, digest)
 
 
-def state_digest(kind: str, id: int, phase: str, body: str) -> int:
+def state_digest(kind: str, id: int, phase: str, use: str, body: str) -> int:
     """Return the checksum of a state in its stored form."""
-    return checksum(f"{kind} {id} {phase} {body}".encode())
+    return checksum(f"{kind} {id} {phase} {use} {body}".encode())
 
 
 def _decode_state(kind: type[S], body: str) -> S:

@@ -24,7 +24,8 @@ class MemoryJournal(Journal):
         self._of_kind: defaultdict[str, list[int]] = defaultdict(list)
         self._of_rollout: defaultdict[int, list[int]] = defaultdict(list)
         self._state_rows: dict[tuple[str, int], StateRow] = {}
-        self._ids: defaultdict[str, list[int]] = defaultdict(list)
+        self._ids: defaultdict[tuple[str, str | None], list[int]] = defaultdict(list)
+        """The ids of each kind and use; and of each kind, of any use."""
         self._in_phase: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
 
     def flush(self) -> JournalMark:
@@ -55,7 +56,8 @@ class MemoryJournal(Journal):
             if key in self._state_rows:
                 self._in_phase[state.kind, self._state_rows[key].phase].discard(state.id)
             else:
-                insort(self._ids[state.kind], state.id)
+                for use in (None, state.use):
+                    insort(self._ids[state.kind, use], state.id)
             self._in_phase[state.kind, state.phase].add(state.id)
             self._state_rows[key] = state
 
@@ -100,8 +102,8 @@ class MemoryJournal(Journal):
         ids = sorted(set().union(*(self._in_phase[kind, phase] for phase in phases)))
         return [self._state_rows[kind, id].body for id in ids]
 
-    def _state_page(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
-        ids = self._ids[kind]
+    def _state_page(self, kind: str, after: int | None, limit: int, backwards: bool, use: str | None) -> list[str]:
+        ids = self._ids[kind, use]
         if backwards:
             last = len(ids) if after is None else bisect_left(ids, after)
             page = ids[max(0, last - limit) : last][::-1]

@@ -313,16 +313,19 @@ class SqlJournal(Journal):
             rows = self._connection.execute(tables.FIND_PHASES, {"kind": kind, "phases": phases}).all()
             return [self._body(row) for row in sorted(rows, key=lambda row: row.id)]
 
-    def _state_page(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
+    def _state_page(self, kind: str, after: int | None, limit: int, backwards: bool, use: str | None) -> list[str]:
         end = tables.LAST_ID if backwards else -tables.LAST_ID
-        parameters = {"kind": kind, "after": end if after is None else after, "limit": limit}
+        parameters = {"kind": kind, "after": end if after is None else after, "limit": limit, "use": use}
         with self._explain_damage():
-            query = tables.FIND_LISTED_BACKWARDS if backwards else tables.FIND_LISTED
+            if use is None:
+                query = tables.FIND_LISTED_BACKWARDS if backwards else tables.FIND_LISTED
+            else:
+                query = tables.FIND_USED_BACKWARDS if backwards else tables.FIND_USED
             rows = self._connection.execute(query, parameters)
             return [self._body(row) for row in rows]
 
     def _body(self, row: Row[Any]) -> str:
-        if state_digest(row.kind, row.id, row.phase, row.body) != row.digest:
+        if state_digest(row.kind, row.id, row.phase, row.use, row.body) != row.digest:
             raise self._damaged(f"its state of {row.kind} {row.id} does not match its checksum")
         return str(row.body)
 

@@ -168,6 +168,7 @@ class TaskState(_Stored):
     """The step that admitted or dropped it."""
     cause: str = ""
     """Reason for which it was dropped."""
+    use: RolloutPurpose = "train"
 
     @property
     def task(self) -> Task:
@@ -184,6 +185,7 @@ class StepState(_Stored):
     """A step that has admitted its rollouts."""
 
     kind: ClassVar[str] = "step"
+    use: ClassVar[str] = ""
     phase: ClassVar[Phase] = Phase.ADMITTED
 
     id: int
@@ -194,6 +196,7 @@ class ResourceState(_Stored):
     """The newest version of a resource."""
 
     kind: ClassVar[str] = "resource"
+    use: ClassVar[str] = ""
     phase: ClassVar[Phase] = Phase.OPEN
 
     id: int

@@ -21,9 +21,9 @@ from sqlalchemy import (
 
 from etude.store.journal.events import TurnRecorded
 
-SCHEMA = "4"
+SCHEMA = "5"
 """Version of the table layout below. A journal with another one is refused."""
-DERIVATION = "4"
+DERIVATION = "5"
 """Version of the rules by which `transitions` derives states. A writer that opens a journal with another one derives
 its states again."""
 LAST_ID = 2**63 - 1
@@ -62,13 +62,15 @@ STATES = Table(
     Column("kind", String, primary_key=True),
     Column("id", BigInteger, primary_key=True),
     Column("phase", String, nullable=False),
+    Column("use", String, nullable=False),  # of a task or a rollout
     Column("body", Text, nullable=False),
     Column("digest", BigInteger, nullable=False),
     Index("states_in_phase", "kind", "phase", "id"),
+    Index("states_of_use", "kind", "use", "id"),
 )
 
 UPSERT_STATE = text(
-    "INSERT INTO states (kind, id, phase, body, digest) VALUES (:kind, :id, :phase, :body, :digest) "
+    "INSERT INTO states (kind, id, phase, use, body, digest) VALUES (:kind, :id, :phase, :use, :body, :digest) "
     "ON CONFLICT (kind, id) DO UPDATE SET phase = excluded.phase, body = excluded.body, digest = excluded.digest"
 )
 UPSERT_FACT = text(
@@ -111,6 +113,9 @@ FIND_PHASES = _OF_KIND.where(  # not ordered, since SQLite would then scan all r
 _PAGE = _OF_KIND.limit(bindparam("limit"))
 FIND_LISTED = _PAGE.where(STATES.c.id > bindparam("after")).order_by(STATES.c.id)
 FIND_LISTED_BACKWARDS = _PAGE.where(STATES.c.id < bindparam("after")).order_by(STATES.c.id.desc())
+_OF_USE = STATES.c.use == bindparam("use")
+FIND_USED = FIND_LISTED.where(_OF_USE)
+FIND_USED_BACKWARDS = FIND_LISTED_BACKWARDS.where(_OF_USE)
 COUNT_EVENTS = select(func.count(), func.min(EVENTS.c.position)).select_from(EVENTS)
 FIND_END = select(EVENTS.c.position, EVENTS.c.chain).order_by(EVENTS.c.position.desc()).limit(1)
 FIND_CHAIN = select(EVENTS.c.chain).where(EVENTS.c.position == bindparam("position"))

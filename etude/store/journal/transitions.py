@@ -227,7 +227,7 @@ class EventFold:
             raise IllegalTransitionError(
                 f"Task {event.task} cannot be issued: it was issued before, and an ordinal is used once."
             )
-        self._set(TaskState(event.task, event.row, event.source, event.fields))
+        self._set(TaskState(event.task, event.row, event.source, event.fields, use=event.use))
 
     def _admit(self, event: RolloutsAdmitted) -> None:
         if self.get(StepState, event.step) is not None:

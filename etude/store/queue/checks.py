@@ -15,7 +15,7 @@ from etude.store.journal.journal import Transaction
 from etude.store.journal.json_values import to_json_value
 from etude.store.journal.states import AttemptState, RolloutState, Status, TaskState
 from etude.store.queue.records import AttemptId, RolloutRequest
-from etude.store.queue.rollout_limits import RolloutLimits
+from etude.store.queue.rollout_limits import RolloutLimits, RolloutPurpose
 
 LARGEST = 1e100
 """Largest magnitude of a reward, so that a sum of many stays finite."""
@@ -103,10 +103,10 @@ def stop_reason(txn: Transaction, key: AttemptId) -> str:
     return attempt.error or f"The attempt is over: {attempt.status}."
 
 
-def issue_task(txn: Transaction, task: Task) -> list[Event]:
-    """Return the event that issues a task, or none if it was issued before with the same content."""
+def issue_task(txn: Transaction, task: Task, use: RolloutPurpose) -> list[Event]:
+    """Return the event that issues a task for this use, or none if it was issued before with the same content."""
     row = task.fields.get("row")
-    issued = TaskIssued(task.ordinal, row if isinstance(row, int) else task.ordinal, task.source, task.fields)
+    issued = TaskIssued(task.ordinal, row if isinstance(row, int) else task.ordinal, task.source, task.fields, use)
     known = txn.state(TaskState, task.ordinal)
     if known is None:
         return [issued]

@@ -325,7 +325,7 @@ class LocalRolloutQueue(RolloutQueue):
         """Yield the rollouts that may match, behind `after`, in the order of the query."""
         backwards = query.sort == "-id"
         if not query.ids and not query.tasks:
-            yield from self.journal.iter_states(RolloutState, query.after, backwards=backwards)
+            yield from self.journal.iter_states(RolloutState, query.after, backwards=backwards, use=query.use)
             return
         ids = set(query.ids)
         if query.tasks:

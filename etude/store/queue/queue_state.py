@@ -146,7 +146,7 @@ class QueueState:
         for request in wanted:
             ordinal = request.task.ordinal
             if ordinal not in tasks:
-                events += issue_task(txn, request.task)
+                events += issue_task(txn, request.task, request.use)
             elif not is_same_task(tasks[ordinal], request.task):
                 raise conflict_error(f"Task {ordinal}", "issued")
             tasks[ordinal] = request.task

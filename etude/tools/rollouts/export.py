@@ -14,7 +14,14 @@ from etude.chat import Tokenizer
 from etude.errors import ConfigError
 from etude.observe import get_logger, make_console, progress
 from etude.store import Journal
-from etude.tools.rollout_reader import load_tokenizer, open_journal, read_rollouts, read_settled_groups, reward_getter
+from etude.tools.rollout_reader import (
+    Split,
+    load_tokenizer,
+    open_journal,
+    read_rollouts,
+    read_settled_groups,
+    reward_getter,
+)
 from etude.tools.rollouts.datasets import DatasetBuilder, Form, Row, dataset_schema, demonstration_rows, preference_rows
 from etude.tools.rollouts.jsonl import rollout_to_dict
 from etude.tools.rollouts.otlp import rollout_to_otlp
@@ -41,7 +48,7 @@ class ExportOptions:
     min_reward: float | None = None
     min_gap: float = 0.0
     tags: tuple[str, ...] = ()
-    split: str = "train"
+    split: Split = "train"
     form: Form = "ids"
     model: Path | None = None
 

@@ -15,6 +15,7 @@ from etude.errors import NotFoundError
 from etude.recipes.collect.failure_messages import describe_failure
 from etude.records import Turn
 from etude.store import AttemptState, Phase, RolloutState, TaskState
+from etude.store.queue.rollout_limits import RolloutPurpose
 from etude.tools.rollout_reader import (
     AttemptRecord,
     RolloutRecord,
@@ -79,7 +80,7 @@ class RolloutPage:
     rollout: int
     task: int
     sample: int
-    use: str
+    use: RolloutPurpose
     status: str
     reward: float | None
     advantage: float | None
@@ -153,8 +154,8 @@ def pick_rollout(reader: RunReader, pick: Pick, step: int | None = None) -> int:
 
 
 def _neighbour(reader: RunReader, page: RolloutPage, backwards: bool) -> int | None:
-    state = next(reader.journal.iter_states(RolloutState, page.rollout, backwards=backwards), None)
-    return None if state is None or state.use != page.use else state.id
+    states = reader.journal.iter_states(RolloutState, page.rollout, backwards=backwards, use=page.use)
+    return next((state.id for state in states), None)
 
 
 def read_group(reader: RunReader, task: int) -> GroupPage:

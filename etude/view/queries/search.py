@@ -17,13 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from etude.errors import ConfigError, StoreError
-from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL, task_prompt
+from etude.recipes.collect.evaluation_player import task_prompt
 from etude.recipes.collect.failure_messages import describe_failure
 from etude.records import Turn
 from etude.store import Journal, Phase, RolloutState, TaskState, TurnRecorded
+from etude.store.queue.rollout_limits import RolloutPurpose
 from etude.tools.rollout_reader import has_failed, prompt_text
 from etude.view.images import split_images
 from etude.view.queries.search_syntax import PART, TEXTS, VALUES, Condition, parse_search
@@ -257,6 +258,10 @@ _VALUES: Mapping[str, Callable[[RolloutState], str]] = {
 }
 _COSTLY = ("tokens", "tool", "tag", "answer", "text", "observation")
 """Conditions that read a rollout's events, the cheapest first; others read states."""
+Found: TypeAlias = tuple[int, RolloutState | None]
+"""The id of a rollout, and its state; None if that is damaged."""
+Placed: TypeAlias = tuple[str, int, RolloutState | None]
+"""The same with its place, where another search may continue."""
 COLUMNS = ("rollout", "task", "step", "status", "reward", "turns", "tokens", "attempts", "text", "why")
 SHOWN = ("text", "prompt", "answer", "observation", "error")
 """Conditions whose text is shown where it was found."""
@@ -295,7 +300,7 @@ def search_rollouts(
     if following:
         bound = f"most={most}" if len(rows) >= most else f"seconds={seconds:g}"
         partial = f"The search reached `{bound}` at rollout {reached}. Continue with `from={following}`."
-    newest = _newest(reader, evaluation=_is_of_evaluations(conditions))
+    newest = _newest(reader, _use_of(conditions))
     return SearchPage(looked, reached, newest, damaged, following, partial, table)
 
 
@@ -310,10 +315,7 @@ def _cost(condition: Condition) -> int:
 
 
 def _screen(
-    reader: RunReader,
-    page: Iterable[tuple[str, int, RolloutState | None]],
-    conditions: Sequence[Condition],
-    batch: Batch,
+    reader: RunReader, page: Iterable[Placed], conditions: Sequence[Condition], batch: Batch
 ) -> list[tuple[str, int, Candidate | None]]:
     """Check the conditions on states; None in place of a candidate is a damaged one.
 
@@ -341,36 +343,32 @@ def _excerpt(text: str, found: str) -> str:
     return f"{'…' if first else ''}{text[first:last]}{'…' if last < len(text) else ''}"
 
 
-def _candidates(
-    reader: RunReader, conditions: Sequence[Condition], start: str
-) -> Iterator[tuple[str, int, RolloutState | None]]:
+def _candidates(reader: RunReader, conditions: Sequence[Condition], start: str) -> Iterator[Placed]:
     """Yield the rollouts that may match, the newest first, each with its place and its id. One without a state is
     damaged."""
     step, before = _parse_place(start)
     lowest, highest = _rollout_range(conditions)
-    evaluation = _is_of_evaluations(conditions)
+    use = _use_of(conditions)
     of_step = [condition for condition in conditions if condition.name == "step" and not condition.negated]
-    if of_step and not evaluation:
+    if of_step and use == "train":
         for wanted in reversed(reader.index.steps):
             if (step is None or wanted <= step) and all(condition.holds_for(wanted) for condition in of_step):
                 yield from _of_step(reader, wanted, before if wanted == step else None)
         return
-    if before is None and not evaluation:
-        newest = _newest(reader, evaluation=False)
+    if before is None and use == "train":
+        newest = _newest(reader, use)
         before = 0 if newest is None else newest + 1
     before = min(LAST_ID if before is None else before, highest + 1)
-    for id, state in _newest_first(reader, before):
+    for id, state in _newest_first(reader, before, use):
         if id < lowest:
             return
         yield str(id), id, state
 
 
 def _rollout_range(conditions: Sequence[Condition]) -> tuple[int, int]:
-    """Return bounds of the ids that the conditions on `rollout` and `use` allow."""
+    """Return bounds of the ids that the conditions on `rollout` allow."""
     lowest, highest = 0, LAST_ID - 1
     for condition in conditions:
-        if condition.name == "use" and (condition.text == "evaluation") is not condition.negated:
-            lowest = max(lowest, FIRST_EVALUATION_ORDINAL)
         if condition.name == "rollout" and not condition.negated and math.isfinite(condition.number):
             if condition.operator in (">", ">=", "="):
                 lowest = max(lowest, math.floor(condition.number))
@@ -379,13 +377,18 @@ def _rollout_range(conditions: Sequence[Condition]) -> tuple[int, int]:
     return lowest, highest
 
 
-def _is_of_evaluations(conditions: Sequence[Condition]) -> bool:
-    """Return True if only rollouts of evaluations may match."""
-    lowest, _ = _rollout_range(conditions)
-    return lowest >= FIRST_EVALUATION_ORDINAL
+def _use_of(conditions: Sequence[Condition]) -> RolloutPurpose | None:
+    """Return the use of the rollouts that are searched: those for training, unless the conditions name another use or
+    the number of a rollout, which may have any."""
+    for condition in conditions:
+        if condition.name == "use" and (condition.text == "evaluation") is not condition.negated:
+            return "val"
+        if condition.name == "rollout" and condition.operator == "=" and not condition.negated:
+            return None
+    return "train"
 
 
-def _of_step(reader: RunReader, step: int, before: int | None) -> Iterator[tuple[str, int, RolloutState | None]]:
+def _of_step(reader: RunReader, step: int, before: int | None) -> Iterator[Placed]:
     """Yield the rollouts of a step; if a state is damaged, those that it trained on."""
     found: Mapping[int, RolloutState | None]
     try:
@@ -399,12 +402,12 @@ def _of_step(reader: RunReader, step: int, before: int | None) -> Iterator[tuple
             yield f"{step}:{id}", id, found[id]
 
 
-def _newest_first(reader: RunReader, before: int) -> Iterator[tuple[int, RolloutState | None]]:
-    """Yield the rollouts before an id, the newest first. A page with a damaged state is read id by id."""
+def _newest_first(reader: RunReader, before: int, use: RolloutPurpose | None) -> Iterator[Found]:
+    """Yield the rollouts of a use before an id, the newest first. A page with a damaged state is read id by id."""
     journal = reader.journal
     while True:
         try:
-            for state in journal.iter_states(RolloutState, before, backwards=True):
+            for state in journal.iter_states(RolloutState, before, backwards=True, use=use):
                 before = state.id
                 yield before, state
             return
@@ -435,14 +438,13 @@ def _parse_place(start: str) -> tuple[int | None, int | None]:
     return None if found[1] is None else int(found[1]), int(found[2])
 
 
-def _newest(reader: RunReader, *, evaluation: bool) -> int | None:
-    """Return the newest rollout of an evaluation, or for training. If the state of the latter is damaged, it is the
-    newest one that a step trained on."""
-    before = LAST_ID if evaluation else FIRST_EVALUATION_ORDINAL
-    states = reader.journal.iter_states(RolloutState, before, backwards=True)
+def _newest(reader: RunReader, use: RolloutPurpose | None) -> int | None:
+    """Return the newest rollout of a use. If the state of one for training is damaged, it is the newest one that a step
+    trained on."""
+    states = reader.journal.iter_states(RolloutState, backwards=True, use=use)
     try:
         return next((state.id for state in states), None)
     except StoreError:
-        if evaluation:
+        if use != "train":
             return None
         return max((int(step.rollouts.max()) for step in reader.index.admitted if len(step.rollouts)), default=None)

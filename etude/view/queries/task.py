@@ -48,9 +48,10 @@ def read_task(reader: RunReader, task: int, first: int | None = None, second: in
     first, second: the draws to compare; by default the first and the last one that a step has.
     """
     journal = reader.journal
-    row = journal.task(task).row
+    asked = journal.task(task)
+    row = asked.row
     complete = reader.task_index.refresh(INDEX_S)
-    draws = sorted({*reader.task_index.of_same_row(task, row), task})
+    draws = sorted({*reader.task_index.of_same_row(asked), task})
     given = [ordinal for ordinal in (first, second) if ordinal is not None]
     for ordinal in given:
         if ordinal not in draws:

@@ -11,8 +11,9 @@ import pytest
 
 from etude.data import Dataset
 from etude.errors import CollectionError, EngineError
+from etude.recipes.collect import evaluation_player
 from etude.recipes.collect.engine_runner import EngineRunner, engine_limits
-from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL, EvaluationPlayer
+from etude.recipes.collect.evaluation_player import EvaluationPlayer, evaluation_number
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.requested import RequestedRollouts
 from etude.recipes.evaluate import EvaluationConfig, Evaluator
@@ -77,7 +78,7 @@ def test_an_evaluation_that_was_cut_off_asks_only_for_the_answers_that_it_lacks(
             assert resumed.answer_all(step=2) == answers and len(engine.asked) == asked
             assert resumed.with_sampling().answer_all(step=2) == answers
             assert resumed.answer_all(step=3) == answers and len(engine.asked) == asked + 2 * ROWS * SAMPLES
-        assert all(task.id >= FIRST_EVALUATION_ORDINAL and task.phase is Phase.DROPPED for task in store.tasks())
+        assert all(task.use == "val" and task.phase is Phase.DROPPED for task in store.tasks())
         assert {state.use for state in store.rollouts()} == {"val"}
 
 
@@ -91,3 +92,13 @@ def test_an_evaluation_ends_with_an_error_if_its_run_stops_making_rollouts() -> 
             evaluator.wait_for(answers)
         with pytest.raises(CollectionError, match="has stopped making rollouts"):
             evaluator.answer_all(step=2)
+
+
+def test_two_ways_of_scoring_never_share_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_player, "MAX_EVALUATIONS", 4)  # so that some have the same hash
+    with closing(open_store()) as store:
+        ways = ["one", "two", "three", "four"]
+        numbers = [evaluation_number(store, way) for way in ways]
+        assert sorted(numbers) == [0, 1, 2, 3] and [evaluation_number(store, way) for way in ways] == numbers
+        with pytest.raises(CollectionError, match="scored in 4 ways"):
+            evaluation_number(store, "five")

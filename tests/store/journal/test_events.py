@@ -20,6 +20,7 @@ from etude.store.journal.events import (
     AttemptReady,
     AttemptRewarded,
     AttemptStarted,
+    EvaluationNumbered,
     Event,
     LateResultRecorded,
     NoteRecorded,
@@ -60,6 +61,7 @@ EXAMPLES: list[Event] = [
     AdvantagesEstimated(3, (70, 71), (1 / 3, float("nan"))),
     PolicyEvaluated(3, "val", {"mean@4": float("nan"), "pass@4": 1.0}, [{"answer": "4", "reward": 1.0}]),
     PolicyPublished(4, 3),
+    EvaluationNumbered("val-3f20", 2071),
     ResourcePut("endpoint", 1, {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"}),
 ]
 
@@ -91,6 +93,7 @@ def test_only_events_of_a_rollout_are_indexed_by_it() -> None:
         "advantages_estimated",
         "policy_evaluated",
         "policy_published",
+        "evaluation_numbered",
         "resource_put",
     }
     assert filed == {kind: None if kind in without else 70 for kind in EVENTS}
