@@ -72,8 +72,7 @@ def _evaluated(run: Run, *, best: bool, answers: Path | None) -> dict[str, Any]:
         loop = stack.enter_context(LoopThread(release_omp_workers))
         with progress("reading the tasks", None, console):
             rollouts = RolloutBuilder(run, chat, engine, judge, loop, max_total_tokens)
-            by_agents = run.agent.path is not None
-            evaluator = rollouts.build_agent_evaluator(stack) if by_agents else rollouts.build_evaluator()
+            evaluator = rollouts.build_evaluator(stack)
         assert evaluator is not None
         with progress(f"answering {evaluator.tasks} tasks", evaluator.tasks * evaluator.samples, console) as bar:
             results = evaluator.answer_all(bar.advance, step=step or 0)

@@ -142,7 +142,7 @@ class Resuming:
         checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
         with ExitStack() as stack:
             rollouts = RolloutBuilder(run, self._chat, self._engine, self._judge, self._loop, length)
-            collector, _, _ = rollouts.build_collector(directory, self._dataset, store, self._crew.put, stack, None)
+            collector = rollouts.build_parts(directory, self._dataset, store, self._crew.put, stack, None).collector
             done = resume_run(run.checkpoint, checkpoints, learners, collector, run.steps)
             read_last_step(directory)
             self._crew.call(PolicyWorker.publish, done)

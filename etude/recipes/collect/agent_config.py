@@ -64,3 +64,8 @@ class AgentConfig(Config):
         pattern=r"^\S+:\d{1,5}$",
         description="address and port of the endpoint, and of this process's own store; port 0 is a free one",
     )
+
+    @property
+    def is_enabled(self) -> bool:
+        """True if an agent makes the rollouts, and not the run's own engine."""
+        return self.path is not None

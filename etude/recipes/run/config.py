@@ -179,6 +179,16 @@ class Run(Recipe, AlgorithmConfig):
         """The number of GPUs that the ranks do not share with servers, if the run computes on GPUs."""
         return 0 if self.train.offload else self.ranks
 
+    @property
+    def is_episodic(self) -> bool:
+        """True if rollouts may have several turns."""
+        return self.agent.is_enabled or self.env.is_enabled
+
+    @property
+    def has_greedy_baseline(self) -> bool:
+        """True if each group is compared with a greedy answer."""
+        return "greedy_reward" in self.required_columns()
+
     def engine_device(self) -> torch.device:
         """Return the device of this process's engine."""
         return engine_device(self.placement, policy=self.compute_device(), ranks=self.ranks)

@@ -147,7 +147,7 @@ class _DryRun(DryRun[Run]):
     def _max_lengths(self) -> tuple[int, int]:
         """Return the longest prompt and the longest answer, in tokens."""
         run, prompt = self.run, self.run.data.max_prompt_length
-        if not run.env.is_enabled and run.agent.path is None:
+        if not run.is_episodic:
             return prompt, run.sampling.max_tokens
         total = lengths.max_total_tokens(self.planned, run.embedded_engine)
         if run.env.is_enabled:

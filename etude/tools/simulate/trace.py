@@ -78,7 +78,7 @@ class RunTrace:
             tasks=collection.tasks,
             group_size=collection.group_size,
             refill=collection.refill,
-            greedy=run.agent.path is None and "greedy_reward" in run.required_columns(),
+            greedy=run.has_greedy_baseline,
             min_group_size=min_group_size(run.advantage, run.collect.group_size),
             max_staleness=max_staleness,
             window=window,
@@ -134,10 +134,9 @@ def read_trace(directory: Path, on_rollout: Callable[[], None] = lambda: None) -
     if not admitted or not attempts:
         raise ConfigError(f"{directory} has not trained a step yet, so there is nothing to simulate. Wait for one.")
     slots = run.rollout.max_concurrency(run.ranks)
-    has_agent = run.agent.path is not None
-    if not has_agent:
+    if not run.agent.is_enabled:
         remove_queueing(attempts, slots)
-    seconds, tokens = to_workloads(attempts, prepares=has_agent)
+    seconds, tokens = to_workloads(attempts, prepares=run.agent.is_enabled)
     times = _step_times(directory, len(admitted))
     device = next((session.device for session in read_sessions(directory)[::-1] if session.device), run.device)
     on_cpu = isinstance(run.rollout, TorchEngineConfig) and "cpu" in device.split()
@@ -204,7 +203,7 @@ def find_limit(
     An agent may allow fewer to a runner, and runners may join from elsewhere. So the limit of agents is the number that
     was seen, if more rollouts were waiting.
     """
-    if agent.path is None:
+    if not agent.is_enabled:
         return env.max_concurrency if env.is_enabled else None
     allowed = agent.runners * agent.max_concurrency or None
     seen = _most_at_once(attempts)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etude.chat import ChatRenderer, PromptReader
 from etude.data import Dataset
@@ -28,7 +28,7 @@ from etude.recipes.run.builders.tasks import TaskLoader
 from etude.records import SamplingParams
 from etude.rewards import Judge
 from etude.store import Journal, open_store
-from etude.store.queue.local_queue import open_own_queue
+from etude.store.queue.local_queue import LocalRolloutQueue, open_own_queue
 from etude.store.queue.rollout_limits import RolloutPurpose
 
 if TYPE_CHECKING:
@@ -40,16 +40,25 @@ if TYPE_CHECKING:
 
 def step_groups_builder(run: Run, warnings: CollectionWarnings) -> StepGroupsBuilder:
     """Return what builds the records of a run's rollouts, also when they are read from its journal."""
-    agentic = run.agent.path is not None
     return StepGroupsBuilder(
         run.collect,
         warnings,
-        episodic=agentic or run.env.is_enabled,
-        greedy=not agentic and "greedy_reward" in run.required_columns(),
-        tags=run.agent.tags if agentic else (),
+        episodic=run.is_episodic,
+        greedy=run.has_greedy_baseline,
+        tags=run.agent.tags,
         max_staleness=run.max_staleness,
         batch_columns=run.data.batch_columns,
     )
+
+
+class RolloutParts(NamedTuple):
+    """The parts of a run that make its rollouts."""
+
+    collector: Collector
+    evaluator: Evaluator | None
+    """Scores the policy, if the run has tasks for that."""
+    new_client: Callable[[], RolloutQueue] | None
+    """Makes further clients of the rollout queue of agents."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class RolloutBuilder:
     max_total_tokens: int
     """The most tokens of a rollout."""
 
-    def build_collector(
+    def build_parts(
         self,
         directory: Path,
         dataset: Dataset,
@@ -73,42 +82,23 @@ class RolloutBuilder:
         keep: PutSamples,
         stack: ExitStack,
         agent: Agent | None,
-    ) -> tuple[Collector, Evaluator | None, Callable[[], RolloutQueue] | None]:
-        """Return the collector of a run's rollouts, and the evaluator of its policy if it has one.
-
-        If agents make the rollouts, the third value makes further clients of the rollout queue. keep: stores the
-        samples of a step.
-        """
+    ) -> RolloutParts:
+        """Return the collector of a run's rollouts, and the evaluator of its policy. keep: stores the samples of a
+        step."""
         from etude.recipes.run.resume import inputs
         from etude.recipes.run.rules.group_size import min_group_size
 
         run = self.run
         code_changed = bool(inputs.RunInputs(directory, run).code_changed())
-        agentic = run.agent.path is not None
-        client: Callable[[], RolloutQueue] | None = None
-        if agentic:
-            agents = self.start_agents(directory, store, stack, agent, code_changed=code_changed)
-            requested = agents.requested
-            client = agents.new_client
-            evaluator = self._build_agent_scorer(requested, directory, store)
+        new_client: Callable[[], RolloutQueue] | None = None
+        if run.agent.is_enabled:
+            requested, new_client = self.start_agents(directory, store, stack, agent, code_changed=code_changed)
+            evaluator = self._build_evaluator(self._recorded(requested, directory, store))
         else:
-            episodes = self._build_episodes()
-            scoring = self._build_player(episodes)
             queue = stack.enter_context(open_own_queue(store))
-            players: Mapping[RolloutPurpose, tuple[EnginePlayer, SamplingParams]] = {
-                "train": (self._build_player(episodes), run.sampling.training_params()),
-                "val": (scoring, run.evaluate.sampling.fill_from(run.sampling).params()),
-            }
-            requested = RequestedRollouts(
-                queue,
-                store,
-                self.judge,
-                EngineRunner(queue, players, run.seed),
-                engine_limits(run.collect.retries),
-                code_changed=code_changed,
-            )
+            requested, scoring = self._request_from_engine(queue, store, code_changed=code_changed)
             recorded = self._recorded(requested, directory, store, scoring.start_scoring)
-            evaluator = self.build_evaluator(scoring, recorded)
+            evaluator = self._build_evaluator(recorded, scoring)
         warnings = CollectionWarnings(one_by_one=self.judge.one_by_one, pays=self.judge.has_reward)
         collector = Collector(
             requested,
@@ -123,22 +113,23 @@ class RolloutBuilder:
             last_step=run.steps,
             keep=keep,
         )
-        return stack.enter_context(closing(collector)), evaluator, client
+        return RolloutParts(stack.enter_context(closing(collector)), evaluator, new_client)
 
-    def build_evaluator(
-        self, player: EnginePlayer | None = None, recorded: EvaluationPlayer | None = None
-    ) -> Evaluator | None:
-        """Return the evaluator of the policy on `data.val`; None without such tasks.
+    def build_evaluator(self, stack: ExitStack) -> Evaluator | None:
+        """Return the evaluator of a model that no run is training now; None without tasks to score it on.
 
-        player: makes the attempts. recorded: has the same player make them in the run's journal.
+        Agents get their own runners on this machine, and a temporary journal, not the run's own.
         """
-        run = self.run
-        if not run.data.val:
-            return None
-        dataset, _ = self._tasks().load("data.val", run.data.val)
-        prompts = PromptReader(self.chat) if run.env.is_enabled else None
-        player = player or self._build_player(self._build_episodes())
-        return self._build_evaluator(dataset, recorded or player, prompts, player)
+        config = self.run.agent
+        if not config.is_enabled:
+            return self._build_evaluator(self._build_player(self._build_episodes()))
+        directory = Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
+        store = stack.enter_context(closing(open_store()))
+        overrides = {"store": None, "listen": "127.0.0.1:0", "runners": config.runners or 1}
+        run = self.run.model_copy(update={"agent": config.model_copy(update=overrides)})
+        here = replace(self, run=run)
+        agents = here.start_agents(directory, store, stack, None)
+        return here._build_evaluator(here._recorded(agents.requested, directory, store))
 
     def start_agents(
         self, directory: Path, store: Journal, stack: ExitStack, agent: Agent | None, *, code_changed: bool = False
@@ -164,26 +155,20 @@ class RolloutBuilder:
         )
         return stack.enter_context(services)
 
-    def build_agent_evaluator(self, stack: ExitStack) -> Evaluator | None:
-        """Return an evaluator by agents for a model that no run is training now, with its own runners on this machine.
-
-        Its rollouts go to a temporary journal, and not to the run's own.
-        """
-        directory = Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
-        store = stack.enter_context(closing(open_store()))
-        config = self.run.agent
-        overrides = {"store": None, "listen": "127.0.0.1:0", "runners": config.runners or 1}
-        run = self.run.model_copy(update={"agent": config.model_copy(update=overrides)})
-        here = replace(self, run=run)
-        agents = here.start_agents(directory, store, stack, None)
-        return here._build_agent_scorer(agents.requested, directory, store)
-
-    def _build_agent_scorer(self, requested: RequestedRollouts, directory: Path, store: Journal) -> Evaluator | None:
-        """Return the evaluator that scores the policy on `data.val` by agents; None without such tasks."""
-        if not self.run.data.val:
-            return None
-        dataset = self._tasks().load_for_agents(self.run.data.val)
-        return self._build_evaluator(dataset, self._recorded(requested, directory, store), PromptReader(self.chat))
+    def _request_from_engine(
+        self, queue: LocalRolloutQueue, store: Journal, *, code_changed: bool
+    ) -> tuple[RequestedRollouts, EnginePlayer]:
+        """Return the rollouts that are requested from the run's engine, and the player of those that are scored."""
+        run = self.run
+        episodes = self._build_episodes()
+        scoring = self._build_player(episodes)
+        players: Mapping[RolloutPurpose, tuple[EnginePlayer, SamplingParams]] = {
+            "train": (self._build_player(episodes), run.sampling.training_params()),
+            "val": (scoring, run.evaluate.sampling.fill_from(run.sampling).params()),
+        }
+        runner = EngineRunner(queue, players, run.seed)
+        limits = engine_limits(run.collect.retries)
+        return RequestedRollouts(queue, store, self.judge, runner, limits, code_changed=code_changed), scoring
 
     def _recorded(
         self,
@@ -201,14 +186,14 @@ class RolloutBuilder:
         code = inputs.RunInputs(directory, run).hash_code()
         return EvaluationPlayer(requested, store, f"{measured} {sorted(code.items())}", on_start)
 
-    def _build_evaluator(
-        self,
-        dataset: Dataset,
-        player: AttemptPlayer,
-        prompts: PromptReader | None,
-        unrecorded: AttemptPlayer | None = None,
-    ) -> Evaluator:
+    def _build_evaluator(self, player: AttemptPlayer, unrecorded: AttemptPlayer | None = None) -> Evaluator | None:
+        """Return the evaluator of the policy on `data.val`; None without such tasks. unrecorded: makes attempts that
+        are not written to the run's journal."""
         run = self.run
+        if not run.data.val:
+            return None
+        loader = TaskLoader(run.data, run.env, run.reward, self.chat, for_agents=run.agent.is_enabled)
+        dataset, _ = loader.load("data.val", run.data.val)
         return Evaluator(
             run.evaluate,
             sampling=run.evaluate.sampling.fill_from(run.sampling).params(),
@@ -217,7 +202,7 @@ class RolloutBuilder:
             player=player,
             judge=self.judge,
             loop=self.loop,
-            prompts=prompts,
+            prompts=PromptReader(self.chat) if run.is_episodic else None,
             unrecorded=unrecorded,
         )
 
@@ -237,6 +222,3 @@ class RolloutBuilder:
             episodes=episodes,
             newest_version=newest_version(self.engine),
         )
-
-    def _tasks(self) -> TaskLoader:
-        return TaskLoader(self.run.data, self.run.env, self.run.reward, self.chat)

@@ -56,12 +56,8 @@ def assemble_parts(
     run_directory.check_journal(directory)
     chat = build_chat_renderer(run.model, run.chat)
     refuse_uncallable_tools(run.env.tools, chat)
-    loader = TaskLoader(run.data, run.env, run.reward, chat)
-    if run.agent.path is not None:
-        train = loader.load_for_agents(run.data.train)
-        overlong = 0
-    else:
-        train, overlong = loader.load("data.train", run.data.train)
+    loader = TaskLoader(run.data, run.env, run.reward, chat, for_agents=run.agent.is_enabled)
+    train, overlong = loader.load("data.train", run.data.train)
     check_numbers(train, run.data.batch_columns)
     reward = load_reward_models(run.reward, run.role_device("reward", run.compute_device()))
     judge = stack.enter_context(Judge(reward, run.judging))
@@ -70,7 +66,7 @@ def assemble_parts(
     loop = stack.enter_context(LoopThread(release_omp_workers))
     store = stack.enter_context(closing(open_store(directory / run_directory.JOURNAL)))
     rollouts = RolloutBuilder(run, chat, engine, judge, loop, crew.call(PolicyWorker.max_total_tokens))
-    collector, evaluator, client = rollouts.build_collector(directory, train, store, crew.put, stack, agent)
+    collector, evaluator, new_client = rollouts.build_parts(directory, train, store, crew.put, stack, agent)
     checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS, run.checkpoint.keep)
     learners = Learners(
         crew,
@@ -136,7 +132,7 @@ def assemble_parts(
         loop,
         overlong,
         chat.tokenizer.decode,
-        client,
+        new_client,
         shown_rollouts=run.observe.rollouts if run.observe.has_tracker else 0,
         publisher=publisher,
     )

@@ -24,10 +24,14 @@ class TaskLoader:
     env: EnvConfig
     reward: RewardFunction
     chat: ChatRenderer
+    for_agents: bool = False
+    """True if agents get the tasks: all columns of their rows, and they need no prompt."""
 
     def load(self, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
         """Load the tasks of some files, and return them with the number of prompts that are too long.
         `data.overlong=filter` leaves those out."""
+        if self.for_agents:
+            return Dataset.load(files, self.data.columns, requires_prompt=False), 0
         dataset = self._judged(Dataset.load(files, self.data.columns), name)
         toolbox = self.env.load_toolbox()
         if toolbox is not None and self.env.path is None and isinstance(dataset.task(0, 0).fields["prompt"], str):
@@ -68,7 +72,3 @@ class TaskLoader:
             f"{num_skipped} of {len(dataset)} tasks in {name} cannot be judged: left out. {why}"
         )
         return dataset.select(judgeable)
-
-    def load_for_agents(self, files: Sequence[str]) -> Dataset:
-        """Load tasks for agents, with all columns of their rows and no required prompt."""
-        return Dataset.load(files, self.data.columns, requires_prompt=False)

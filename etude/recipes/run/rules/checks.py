@@ -64,9 +64,9 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
             "Choose a reward, or `advantage=distillation`."
         )
     yield from idle_options(run)
-    elsewhere = run.env.path is not None or run.agent.path is not None
+    elsewhere = run.env.path is not None or run.agent.is_enabled
     yield from problems_of(_check_metric, run.collect.metric, run.reward, rewards_elsewhere=elsewhere)
-    if run.agent.path is None:
+    if not run.agent.is_enabled:
         yield from problems_of(check_turns, run, run.env)
     yield from problems_of(check_batch_columns, run.data.batch_columns, run.required_columns())
     for check in (
@@ -198,7 +198,7 @@ def _check_cores(ranks: int, threads: int) -> list[str]:
 @told_together
 def check_agents(run: Run) -> Iterator[ConfigError]:
     """Refuse runs that agents cannot do, and agent options without an agent."""
-    if run.agent.path is None:
+    if not run.agent.is_enabled:
         if run.agent != type(run.agent)():
             yield ConfigError(
                 "`agent` has options, and names no agent: they would do nothing. Give `agent.path=my_agent.py:solve`, "
@@ -221,7 +221,7 @@ def check_agents(run: Run) -> Iterator[ConfigError]:
             "and the endpoint that agents call needs one in this process. Leave both out, or sample by servers: "
             "`rollout=vllm`."
         )
-    if "greedy_reward" in run.required_columns():
+    if run.has_greedy_baseline:
         yield ConfigError(
             "This advantage compares with a greedy answer to each task, which agents do not give. Choose "
             "another, such as `advantage=grpo`."
@@ -232,12 +232,12 @@ def check_agents(run: Run) -> Iterator[ConfigError]:
 def _check_environment(run: Run) -> Iterator[ConfigError]:
     """Refuse an environment that cannot be created, and environment options without one."""
     missing = sorted(run.required_columns() & ENVIRONMENT_COLUMNS)
-    if missing and not run.env.is_enabled and run.agent.path is None:
+    if missing and not run.env.is_enabled and not run.agent.is_enabled:
         yield ConfigError(
             f"This algorithm needs the column `{missing[0]}`: the states in which turns began, which an environment "
             "provides. Give one with `env.path` or `env.tools`, or choose another advantage."
         )
-    if run.env.path is None and run.agent.path is None and not run.reward.scores_answers:
+    if run.env.path is None and not run.agent.is_enabled and not run.reward.scores_answers:
         yield ConfigError(
             "`reward=environment` leaves rewards to the environment, and there is none that gives rewards. Give one "
             "with `env.path`, or choose a reward."
