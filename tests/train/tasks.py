@@ -36,7 +36,8 @@ def learner(
 def rollouts(seed: int = 0, groups: int = 3, size: int = 4, *, turns: int = 2, longest: int = 7) -> Batch:
     """Return groups that share a prompt. Each rollout is one row, with tool output between turns; one has no row."""
     rng = np.random.default_rng(seed)
-    samples, records = [], []
+    samples = list[Sample]()
+    records = list[Rollout]()
     for group in range(groups):
         prompt = rng.integers(0, VOCABULARY, int(rng.integers(3, 9)))
         for _ in range(size):
@@ -124,15 +125,21 @@ def ready(trainer: Learner, algorithm: AlgorithmConfig, batch: Batch) -> Batch:
     """Return the batch with columns and estimates. It is off-policy enough for ratios to matter."""
     batch = trainer.annotate(batch, frozenset({"old_logp"}))
     noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    batch = batch.replace(old_logp=batch.old_logp + 0.1 * noise.to(batch.old_logp))
+    old_logp = batch.require("old_logp")
+    batch = batch.replace(old_logp=old_logp + 0.1 * noise.to(old_logp))
     return algorithm.estimate(batch, AlgorithmState()).batch
 
 
 def gradient(trainer: Learner) -> dict[str, Tensor]:
     """Return the gradient of the first update without clipping, from AdamW's first moment."""
-    moments = trainer.state()["exp_avg"]
-    assert isinstance(moments, Mapping)
-    return {name: moment / (1 - 0.9) for name, moment in moments.items()}
+    return {name: moment / (1 - 0.9) for name, moment in state_tensors(trainer, "exp_avg").items()}
+
+
+def state_tensors(trainer: Learner, kind: str) -> dict[str, Tensor]:
+    """Return the tensors of one kind of a learner's state, such as `weights`, by weight."""
+    tensors = trainer.state()[kind]
+    assert isinstance(tensors, Mapping)
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
 def weights(trainer: Learner) -> dict[str, Tensor]:

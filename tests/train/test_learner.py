@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from etude.algorithms.entropy import EntropyConfig
 from etude.algorithms.losses.clip import PPO
 from etude.algorithms.losses.distill import TopKDistillation
 from etude.algorithms.losses.supervised import SFT, ValueLoss
-from etude.batch import Batch
+from etude.batch import Batch, Pack
 from etude.checkpoint import CheckpointManager
 from etude.data.pack import pack_prefix_tree
 from etude.errors import BatchError, ConfigError, TrainingError
@@ -27,7 +29,18 @@ from etude.train import Learner, TrainConfig, load_weights
 from etude.train.local import compile_if_possible
 from tests.autograd import kept_for_backward
 from tests.packs import separate_rows
-from tests.train.tasks import VOCABULARY, Imitate, Improve, gradient, learner, model, ready, rollouts, weights
+from tests.train.tasks import (
+    VOCABULARY,
+    Imitate,
+    Improve,
+    gradient,
+    learner,
+    model,
+    ready,
+    rollouts,
+    state_tensors,
+    weights,
+)
 
 EVERYTHING = AlgorithmConfig(
     loss=PPO(reduction="seq-mean-token-mean"), advantage=GRPO(), entropy=EntropyConfig(coefficient=0.1), echo=0.3
@@ -39,7 +52,7 @@ def close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-9) -
 
 
 def update(
-    batch: Batch, algorithm: AlgorithmConfig, pack: object = pack_prefix_tree, **options: object
+    batch: Batch, algorithm: AlgorithmConfig, pack: Callable[[Batch], Pack] = pack_prefix_tree, **options: Any
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and the gradient of one update of a new learner."""
     settings = {"learning_rate": 0.0, "max_grad_norm": None, **options}
@@ -160,7 +173,7 @@ def test_half_precision_weights_are_always_the_masters_rounded() -> None:
     batch, trainer = rollouts(), learner("bf16")
     for _ in range(3):
         trainer.update(batch, Imitate(SFT()))
-    masters = trainer.state()["weights"]
+    masters = state_tensors(trainer, "weights")
     for name, weight in trainer.weights():
         assert weight.dtype == torch.bfloat16 and masters[name].dtype == torch.float32
         assert torch.equal(weight, masters[name].bfloat16())
@@ -171,7 +184,7 @@ def test_masters_start_from_the_float32_weights_of_the_file(tmp_path: Path) -> N
     file = load_file(tmp_path / "model.safetensors")
     policy = load(tmp_path, dtype=torch.bfloat16, keep_float32=True)
     trainer = Learner(policy, TrainConfig(precision="bf16"))
-    masters = trainer.state()["weights"]
+    masters = state_tensors(trainer, "weights")
     assert all(torch.equal(masters[name], file[name]) for name, _ in trainer.weights())
     assert not policy.take_float32_weights()
     assert any(not torch.equal(masters[name], weight.float()) for name, weight in trainer.weights())
@@ -195,7 +208,7 @@ def test_updates_too_small_for_half_precision_are_kept() -> None:
     assert torch.equal(weights(trainer)[name], before[name])
     for _ in range(29):
         trainer.update(batch, Imitate(SFT()))
-    moved = (trainer.state()["weights"][name] - before[name].float()).abs()
+    moved = (state_tensors(trainer, "weights")[name] - before[name].float()).abs()
     assert float(moved.max()) > 1e-4
     half_adam = torch.optim.AdamW([torch.nn.Parameter(before[name].clone())], lr=1e-5, weight_decay=0.0)
     (half_weight,) = half_adam.param_groups[0]["params"]
@@ -233,7 +246,7 @@ def saved_bytes(trainer: Learner, batch: Batch) -> int:
 def test_every_option_has_an_effect() -> None:
     batch = rollouts()
 
-    def train(**options: object) -> tuple[dict[str, float], dict[str, Tensor]]:
+    def train(**options: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
         trainer = learner("fp32", steps=4, **options)
         metrics = [trainer.update(batch, Imitate(SFT())) for _ in range(3)][-1]
         return metrics.reduce(), weights(trainer)
@@ -335,7 +348,7 @@ def test_fp16_lowers_its_scale_and_skips() -> None:
         (lambda: learner().update(rollouts(), Imitate(ValueLoss(clip=None))), "needs the model's `value`"),
     ],
 )
-def test_invalid_options_are_refused(build: object, message: str) -> None:
+def test_invalid_options_are_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build()
 
@@ -387,7 +400,7 @@ def test_running_out_of_memory_names_the_options() -> None:
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-PLAN = {"lr_scheduler": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
+PLAN: dict[str, Any] = {"lr_scheduler": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
 
 
 def resume(trainer: Learner, directory: Path) -> None:
@@ -414,7 +427,7 @@ def test_a_resumed_learner_continues_bit_for_bit(precision: str, tmp_path: Path)
     assert resumed.version == 4
     assert close(weights(resumed), weights(uninterrupted), 0)
     for kind in ("weights", "exp_avg", "exp_avg_sq", "step", "scaling"):
-        assert close(resumed.state()[kind], uninterrupted.state()[kind], 0), kind
+        assert close(state_tensors(resumed, kind), state_tensors(uninterrupted, kind), 0), kind
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

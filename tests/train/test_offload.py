@@ -20,6 +20,7 @@ from etude.recipes.run.builders import auxiliary_models as models
 from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.loop import run_loop
 from etude.recipes.workers.policy_worker import PolicyWorker
+from etude.rollout import TorchEngine
 from etude.train import FrozenModel, Learner
 from etude.train.memory import OffloadedTensors, move_tensors
 from tests.recipes.runs import Captured, refused_run, run_of
@@ -131,7 +132,8 @@ def test_an_engine_sleeps_during_updates(tmp_path: Path) -> None:
     results = []
     for offloads in (False, True):
         with build(run_of(tmp_path, directory=tmp_path / f"run-{offloads}", steps=2)) as run:
-            worker, asleep = run.learners.crew._worker, []  # type: ignore[attr-defined]
+            worker = run.learners.crew._worker  # type: ignore[attr-defined]
+            asleep = list[bool]()
             assert isinstance(worker, PolicyWorker)
             if offloads:
                 with_offload(worker._learner)
@@ -140,6 +142,7 @@ def test_an_engine_sleeps_during_updates(tmp_path: Path) -> None:
                 lambda *_, engine=run.engine, asleep=asleep: asleep.append(engine._cache is None)  # type: ignore[misc]
             )
             run_loop(run)
+            assert isinstance(run.engine, TorchEngine)
             assert asleep == [offloads] * 2 and run.engine._cache is not None
             results.append(weights(worker._learner))
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,7 +58,7 @@ def _rows(batch: Batch) -> list[Tensor]:
 @pytest.mark.parametrize(
     "options", [{}, {"max_tokens_per_micro_batch": 1}, {"pack": separate_rows, "max_tokens_per_micro_batch": 40}]
 )
-def test_values_are_read_before_each_token_and_after_the_last(options: dict[str, object]) -> None:
+def test_values_are_read_before_each_token_and_after_the_last(options: dict[str, Any]) -> None:
     """The micro-batches do not matter; a rollout without a row has no value."""
     batch = rollouts()
     value, final = expected_values(batch)
