@@ -15,6 +15,7 @@ from etude.data.pack import pack_prefix_tree
 from etude.models import PackedAttention
 from etude.models.blocks import Block
 from etude.models.tree_attention import FLASH, LevelCall, LevelPlan, VarlenKernel
+from tests.families import ATTENDING, family_model
 from tests.models.attention_reference import HEADS, SCALE, PlainKernel, forests, qkv
 from tests.models.packs import FOREST, pack_of
 
@@ -83,6 +84,21 @@ def test_sixteen_mixed_rows_take_two_calls_and_gather_nothing() -> None:
     outputs(pack, inputs_of(pack), None, kernel)
     assert [call.level for call in kernel.forward_calls] == [0, 1]
     assert all(isinstance(rows.tokens, slice) for call in kernel.forward_calls for rows in (call.query, call.key))
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+def test_layers_of_all_kinds_take_levels(family: str) -> None:
+    """The families have windows, sinks, latent heads, and layers of different sizes."""
+    pack, kernel = pack_of(FOREST), PlainKernel()
+    model = family_model(family, torch.float64)
+    weights = [weight for _, weight in model.trained_weights() if weight is not model.head_weight]
+    results = []
+    for attention in (PackedAttention(pack, kernel), PackedAttention(pack)):
+        hidden = model.hidden(pack.ids, pack.positions, attention)
+        gradients = torch.autograd.grad(hidden.sin().sum(), weights, allow_unused=True)
+        results.append([hidden.detach(), *(gradient for gradient in gradients if gradient is not None)])
+    torch.testing.assert_close(*results, atol=1e-9, rtol=1e-7)
+    assert len(kernel.forward_calls) == len(kernel.backward_calls) > 0
 
 
 def test_a_plan_is_one_per_window_and_has_blocks_for_what_the_kernel_cannot_hide() -> None:
