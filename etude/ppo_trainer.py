@@ -236,7 +236,8 @@ class PPOTrainer:
         tasks = [task for task in selected for _ in range(self._group_size)]
         sampling = [
             self.run.sampling.training_params(
-                derived_seed(self.run.seed, "train", task.ordinal, index % self._group_size, 0)
+                derived_seed(self.run.seed, "train", task.ordinal, index % self._group_size, 0),
+                alternatives=self.run.correction.recorded_alternatives,
             )
             for index, task in enumerate(tasks)
         ]

@@ -113,6 +113,8 @@ class SamplingParams(FrozenRecord):
     """The number of most likely tokens to return beside the sampled one."""
     support: bool = False
     """True to return, for each token, the set of tokens that could be drawn."""
+    alternatives: int = 0
+    """The number of likeliest tokens to return at each place, with the log-probs that they were drawn by."""
     version: int | None = None
     """The policy version to sample with, of an engine that keeps several; None is the newest."""
 
@@ -166,6 +168,10 @@ class Completion(FrozenRecord):
     """[T, k]: their log-probs at the sampling temperature, before top-k, top-p and min-p."""
     support: Support | None = None
     """The sets of tokens that could be drawn. None: every token was drawn from the whole vocabulary."""
+    alternative_ids: NDArray[np.int32] | None = None
+    """[T, k]: the tokens that were likeliest to be drawn, if `SamplingParams.alternatives` is k > 0."""
+    alternative_logp: NDArray[np.float32] | None = None
+    """[T, k]: their log-probs under the sampling distribution, as `logp` has them; -inf where fewer could be drawn."""
 
     def __post_init__(self) -> None:
         columns: dict[str, Any] = {}
@@ -206,6 +212,8 @@ _COMPLETION_COLUMNS: dict[str, tuple[type[np.generic], int]] = {
     "raw_logp": (np.float32, 1),
     "top_ids": (np.int32, 2),
     "top_logp": (np.float32, 2),
+    "alternative_ids": (np.int32, 2),
+    "alternative_logp": (np.float32, 2),
 }
 
 
@@ -345,6 +353,10 @@ class Sample(FrozenRecord):
     None: no such token."""
     support: Support | None = None
     """The sets of tokens that the sampler could draw from. None, and at context: the whole vocabulary."""
+    alternative_ids: NDArray[np.int32] | None = None
+    """[T, k] at each action token, the tokens that were likeliest to be drawn. None: they were not recorded."""
+    alternative_logp: NDArray[np.float32] | None = None
+    """[T, k]: their log-probs under the sampling distribution."""
 
     def __post_init__(self) -> None:
         for name, dtype in _SAMPLE_COLUMNS.items():
@@ -352,11 +364,17 @@ class Sample(FrozenRecord):
         columns: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLE_COLUMNS}
         for name, dtype in _OPTIONAL_SAMPLE_COLUMNS.items():
             if getattr(self, name) is not None:
-                columns[name] = read_only_array(getattr(self, name), dtype, f"Sample.{name}")
+                dimensions = 2 if name.startswith("alternative") else 1
+                columns[name] = read_only_array(getattr(self, name), dtype, f"Sample.{name}", dimensions)
                 object.__setattr__(self, name, columns[name])
         if self.support is not None:
             columns["support"] = self.support
         check_same_length(f"The sample of rollout {self.rollout}", **columns)
+
+    @property
+    def num_alternatives(self) -> int:
+        """The number of alternatives to each token; 0 if none were recorded."""
+        return 0 if self.alternative_ids is None else self.alternative_ids.shape[1]
 
 
 _SAMPLE_COLUMNS: dict[str, type[np.generic]] = {
@@ -370,4 +388,6 @@ _OPTIONAL_SAMPLE_COLUMNS: dict[str, type[np.generic]] = {
     "reward": np.float64,
     "anchor": np.int64,
     "observation": np.bool_,
+    "alternative_ids": np.int32,
+    "alternative_logp": np.float32,
 }

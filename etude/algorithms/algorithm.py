@@ -20,6 +20,7 @@ from etude.algorithms.advantages.group import GRPO, MaxRL
 from etude.algorithms.advantages.rewards import Rewards
 from etude.algorithms.advantages.statistics import measure_rewards, measure_staleness
 from etude.algorithms.base import Advantage, AlgorithmState, LossValue, PolicyLoss, log_ratio
+from etude.algorithms.centering import check_alternatives, expected_loss
 from etude.algorithms.corrections import CorrectionConfig, opsm_mask
 from etude.algorithms.entropy import EntropyConfig, top_entropy_mask
 from etude.algorithms.kl import KLS, KLTerm, list_warnings
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from etude.batch import Batch
+
+
+OLD_POLICY_COLUMNS = frozenset({"old_logp", "old_alternative_logp"})
+"""The columns of π_old, which a step's first update computes by itself."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,12 @@ class AlgorithmConfig(Config):
                 f"This loss has one number for each rollout, and takes weights of level {allowed}; `correction.level` "
                 f"is `{self.correction.level}`. Set `correction.level=sequence`, or choose a token-level loss."
             )
+        if self.correction.center and not self.loss.is_tokenwise:
+            centered = ", ".join(f"`{name}`" for name, loss in LOSSES.items() if loss.is_tokenwise)
+            raise ConfigError(
+                "`correction.center=true` needs one loss for each token, which depends on that token alone. This loss "
+                f"is another one. Choose {centered}, or leave `correction.center` out."
+            )
         if self.correction.policies == "two" and "old_logp" not in _columns_of(self.advantage, self.loss, self.kl):
             raise ConfigError(
                 "`correction.policies=two` replaces π_old by μ. Nothing here reads π_old, so it would change nothing. "
@@ -148,11 +159,12 @@ class AlgorithmConfig(Config):
         """
         first = _columns_of(self.advantage, self.correction, self.kl)
         first |= self.loss.required_columns() if "chosen" in self.loss.required_columns() else set()
-        return self.required_columns() if "old_logp" in first else self.required_columns() - {"old_logp"}
+        return self.required_columns() if "old_logp" in first else self.required_columns() - OLD_POLICY_COLUMNS
 
     def forward_outputs(self) -> frozenset[str]:
         """Return the fields of `Outputs` that a forward pass must compute."""
         outputs = self.loss.forward_outputs() | self.entropy.forward_outputs()
+        outputs |= {"alternative_logp"} if self.correction.center else set()
         return outputs | self.kl.forward_outputs() if self.kl is not None else outputs
 
     def estimate(
@@ -177,6 +189,8 @@ class AlgorithmConfig(Config):
             # A token reward may also be on a context token; it is checked where it is read.
             if name != "token_reward" and batch.is_token_column(name) and column.is_floating_point():
                 _refuse_non_finite(view, name, view.column(name))
+        if self.correction.center:
+            check_alternatives(view)
         if batch.reward is not None:
             metrics.merge(measure_rewards(Rewards(view).total, batch.group, batch.greedy_reward))
         metrics.merge(measure_staleness(View(batch, ranks=ranks)))
@@ -233,7 +247,11 @@ class AlgorithmConfig(Config):
         """
         metrics = Metrics()
         view = self.apply_sequence_mask(View(batch, outputs), metrics)
-        value = self.loss(view, denominators)
+        expected = None
+        if self.correction.center:
+            expected, centered = expected_loss(self.loss, view, self.correction)
+            metrics.merge(centered)
+        value = self.loss(view, denominators, expected)
         loss = value.loss
         share = batch.num_rollouts / max(denominators.rollouts, 1)  # of the update batch: shares add up to its loss
         metrics.merge(value.metrics)

@@ -152,6 +152,9 @@ class PolicyLoss(TokenLoss):
     """True if it compares with π_old."""
     uses_behavior_logp: ClassVar[bool] = False
     """True if it compares with μ itself, so that a correction's weight would count the mismatch twice."""
+    is_tokenwise: ClassVar[bool] = False
+    """True if the term of a token depends on that token's log-probs and advantage alone: score centering can then ask
+    for the terms of the tokens that were not drawn."""
     has_bound: ClassVar[bool] = False
     """True if it bounds the ratio that it compares, π_θ/π_old or π_θ/μ, by a clip, a mask or a soft weight."""
 
@@ -176,7 +179,8 @@ class PolicyLoss(TokenLoss):
         """
         return None
 
-    def __call__(self, view: View, denominators: Denominators) -> LossValue:
+    def __call__(self, view: View, denominators: Denominators, expected: Tensor | None = None) -> LossValue:
+        """Return the share of this micro-batch. expected: [A], subtracted from the weighted term of each token."""
         terms, metrics = self.per_token_loss(view)
         if terms.shape != view.action_index.shape:
             raise ConfigError(
@@ -186,6 +190,8 @@ class PolicyLoss(TokenLoss):
             )
         if view.batch.weight is not None:
             terms = terms * view.column("weight")
+        if expected is not None:
+            terms = terms - expected
         if view.batch.keep is not None:
             terms = torch.where(view.column("keep"), terms, 0.0)
         return LossValue(self.reduce_terms(terms, view, denominators), metrics)

@@ -17,6 +17,7 @@ Published corrections in these options:
     bypass                policies=two                                      π_old := μ, no pass to compute it
     opsm                  opsm_delta=δ                                   2512.02556
     vcpo's step           step_scaling=sqrt_ess                             η·√(ESS/N)               2602.17616
+    score centering       center=true                                       ℓ(a) − E_μ[w(v) ℓ(v)]    2609.20807
 
 Rules combine: a token is kept if every rule keeps it. "Sequence" is the rollout: all its action tokens, each once.
 A weight's log-ratio is cut to ±20: a token's own, or a rollout's after the sum or mean of its uncut tokens.
@@ -234,6 +235,11 @@ class RejectionRule(Config):
         low, high = 0.0 if self.low is None else self.low, torch.inf if self.high is None else self.high
         return acceptance_mask(log_rho, rollouts, statistic=self.statistic, over=self.over, low=low, high=high)
 
+    def accepts_token(self, log_rho: Tensor) -> Tensor:
+        """[…] → […] bool: true where this rule of single tokens keeps one."""
+        alone = Segments(torch.ones(log_rho.numel(), dtype=torch.int64, device=log_rho.device))
+        return self.acceptance_mask(log_rho.reshape(-1), alone).view(log_rho.shape)
+
 
 class CorrectionConfig(Config):
     """The use of ρ = π_old/μ: weights, rejection, and the number of policies (three or two).
@@ -243,6 +249,8 @@ class CorrectionConfig(Config):
     every denominator.
     Sources: 2510.18855 for the mask and its lower and upper bound; the others are the published recipes tabled above.
     Assumes that μ and π_old have the same temperature and the same vocabulary.
+    center removes the drift that another sampler causes where advantages of a state have a mean: behind luck, other
+    players, or a good beginning. It needs the sampler's likeliest tokens at each place; the others count as one.
     step_scaling suits AdamW, whose steps do not shrink with the gradient. Source: 2602.17616. Ours: ρ is of the step's
     start, also for later updates of a step.
     """
@@ -266,6 +274,13 @@ class CorrectionConfig(Config):
     )
     opsm_delta: float | None = Field(
         None, ge=0, description="drop a rollout with A < 0 once its mean log(μ/π_θ) exceeds this (OPSM); none is off"
+    )
+
+    center: bool = Field(
+        False, description="subtract from a token's loss what the sampler would have had on average (score centering)"
+    )
+    alternatives: int = Field(
+        32, ge=1, description="tokens of each place that the sampler records for `center`; more leave less drift"
     )
 
     step_scaling: Literal["none", "sqrt_ess"] = Field(
@@ -302,6 +317,25 @@ class CorrectionConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_centering(self) -> CorrectionConfig:
+        whole_rollouts = {
+            f"level={self.level}": self.level != "token",
+            f"normalize={self.normalize}": self.normalize != "none",
+            "reject": any(rule.over != "token" for rule in self.reject),
+            "opsm_delta": self.opsm_delta is not None,
+        }
+        for option in (option for option, on in whole_rollouts.items() if self.center and on):
+            raise ConfigError(
+                f"`correction.center=true` weighs tokens, and `correction.{option}` rollouts. Leave one of them out."
+            )
+        return self
+
+    @property
+    def recorded_alternatives(self) -> int:
+        """The number of alternatives to each token that the sampler has to record."""
+        return self.alternatives if self.center else 0
+
     @property
     def bounds(self) -> tuple[float, float]:
         """The lowest and the highest ρ that a weight keeps unchanged."""
@@ -313,6 +347,9 @@ class CorrectionConfig(Config):
         uses_rho = self.weight != "none" or self.reject or self.step_scaling != "none"
         needs = {"behavior_logp", "old_logp"} if uses_rho else set()
         needs |= {"behavior_logp"} if self.policies == "two" or self.opsm_delta is not None else set()
+        needs |= {"behavior_logp", "alternative_ids", "alternative_logp"} if self.center else set()
+        if self.center and self.policies == "three":
+            needs |= {"old_alternative_logp"}
         return frozenset(needs)
 
     def __call__(self, view: View) -> CorrectionResult:
@@ -329,9 +366,24 @@ class CorrectionConfig(Config):
         )
         log_rho = log_rho.detach()
         weight = None if self.weight == "none" else self._compute_weight(log_rho, view, metrics)
-        return CorrectionResult(
-            weight, self._compute_keep_mask(log_rho, view, metrics) if self.reject else None, metrics
-        )
+        keep = self._compute_keep_mask(log_rho, view, metrics) if self.reject else None
+        if self.center and keep is not None:  # a rejected token still has what the others are expected to have
+            weight = keep.to(log_rho.dtype) if weight is None else torch.where(keep, weight, 0.0)
+            keep = None
+        return CorrectionResult(weight, keep, metrics)
+
+    def weigh_tokens(self, log_rho: Tensor) -> Tensor:
+        """[…] → […]: return the weight of tokens with these ratios, 0 for one that a rule rejects."""
+        rho = log_rho.clamp(-CLAMP, CLAMP).exp()
+        low, high = self.bounds
+        weight = torch.ones_like(rho)
+        if self.weight == "truncate":
+            weight = rho.clamp(max=high)
+        elif self.weight == "mask":
+            weight = torch.where((rho < low) | (rho > high), 0.0, rho)
+        for rule in self.reject:
+            weight = torch.where(rule.accepts_token(log_rho), weight, 0.0)
+        return weight
 
     def bounds_ratio(self) -> bool:
         """Return true if it bounds the ratio to the sampler's policy."""

@@ -76,6 +76,8 @@ class Outputs:
     """KL(π_θ ‖ π_ref) over the whole vocabulary at each token."""
     topk_logp: Tensor | None = None
     """[T, k + 1]: log π_θ of each token in `teacher_topk_ids`; the last column is all other tokens together."""
+    alternative_logp: Tensor | None = None
+    """[T, k + 1]: log π_θ of each token in `alternative_ids`; the last column is all other tokens together."""
     value: Tensor | None = None
     """The critic's estimate of the state before each token."""
     score: Tensor | None = None
@@ -139,7 +141,7 @@ class View:
                 f"Declare it in the loss's `forward_outputs`, or pass it in `Outputs({name}=…)`."
             )
         expected = self.batch.num_rollouts if name == "score" else self.batch.num_tokens
-        if len(values) != expected or values.ndim != (2 if name == "topk_logp" else 1):
+        if len(values) != expected or values.ndim != (2 if name in ("topk_logp", "alternative_logp") else 1):
             raise BatchError(
                 f"The model's `{name}` has the shape {tuple(values.shape)}; for this batch it needs "
                 f"{expected} entries, one for each {'rollout' if name == 'score' else 'token'}, in a flat column."

@@ -99,6 +99,13 @@ class Batch:
     teacher_topk_logp: Tensor | None = field(default=None, metadata=_TOKEN_K)
     """[T, k]: the teacher's log-probs of them."""
 
+    alternative_ids: Tensor | None = field(default=None, metadata=_TOKEN_K)
+    """int32 [T, k]: the tokens that were likeliest to be drawn."""
+    alternative_logp: Tensor | None = field(default=None, metadata=_TOKEN_K)
+    """[T, k]: the sampler's log-probs of them; -inf where fewer could be drawn."""
+    old_alternative_logp: Tensor | None = field(default=None, metadata=_TOKEN_K)
+    """[T, k + 1]: log π_old of them; the last column is all other tokens together."""
+
     reward: Tensor | None = field(default=None, metadata=_UNIT)
     """[U] float64: the rollout's own reward, token rewards not included."""
     metric: Tensor | None = field(default=None, metadata=_UNIT)
@@ -312,7 +319,10 @@ class Batch:
         place = _places(samples, rollouts)
         ordered = sorted(samples, key=lambda sample: place[sample.rollout])
         own = BatchSchema.from_records(
-            [row.model for row in samples], [row.anchor is not None for row in ordered], rollouts
+            [row.model for row in samples],
+            [row.anchor is not None for row in ordered],
+            rollouts,
+            [row.num_alternatives for row in ordered],
         )
         form = own if form is None else form.check_part(own, rows=bool(ordered), rollouts=bool(rollouts))
         lengths = [len(row.ids) for row in ordered]
@@ -321,9 +331,9 @@ class Batch:
         seen = [np.zeros(len(row.ids), np.bool_) if row.observation is None else row.observation for row in ordered]
         labels = np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1]
 
-        def flat(name: str, dtype: type[np.generic]) -> Tensor:
+        def flat(name: str, dtype: type[np.generic], *width: int) -> Tensor:
             columns = [getattr(sample, name) for sample in ordered]
-            return torch.from_numpy(np.concatenate([np.empty(0, dtype), *columns]))
+            return torch.from_numpy(np.concatenate([np.empty((0, *width), dtype), *columns]))
 
         def column(values: Iterable[float | None], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(list(values), dtype=dtype)
@@ -355,6 +365,8 @@ class Batch:
             role=column(rollout.role for rollout in rollouts),
             rollout_id=column(rollout.id for rollout in rollouts),
             anchor=flat("anchor", np.int64) if form.has_anchor else None,
+            alternative_ids=flat("alternative_ids", np.int32, form.alternatives) if form.alternatives else None,
+            alternative_logp=flat("alternative_logp", np.float32, form.alternatives) if form.alternatives else None,
             greedy_reward=column((rollout.greedy_reward for rollout in rollouts), torch.float64)
             if form.has_greedy_reward
             else None,

@@ -23,10 +23,21 @@ class BatchSchema:
     """True if rollouts have `greedy_reward`."""
     column_names: tuple[str, ...] = ()
     """The columns that every rollout brings from its task."""
+    alternatives: int = 0
+    """The number of alternatives that rows have for each token."""
 
     @classmethod
-    def from_records(cls, models: Sequence[str], anchored: Sequence[bool], rollouts: Sequence[Rollout]) -> BatchSchema:
-        """Return the schema of rows of these models, each with an anchor or without; refuse inconsistent records."""
+    def from_records(
+        cls,
+        models: Sequence[str],
+        anchored: Sequence[bool],
+        rollouts: Sequence[Rollout],
+        alternatives: Sequence[int] = (),
+    ) -> BatchSchema:
+        """Return the schema of rows of these models, each with an anchor or without; refuse inconsistent records.
+
+        alternatives: of each row, the number of alternatives to each of its tokens.
+        """
         names = sorted(set(models)) or ["policy"]
         if len(names) > 1:
             raise BatchError(f"A batch trains one model; these rows are of {' and '.join(names)}. Make one batch each.")
@@ -44,19 +55,35 @@ class BatchSchema:
             _all_or_none("row", "anchor", anchored),
             _all_or_none("rollout", "greedy_reward", greedy),
             _column_names(rollouts),
+            _one_width(alternatives),
         )
 
     def check_part(self, part: BatchSchema, *, rows: bool, rollouts: bool) -> BatchSchema:
         """Return this schema for a part that has rows, rollouts or neither; refuse a part of another batch."""
-        same_rows = (self.model, self.has_anchor) == (part.model, part.has_anchor)
+        same_rows = self._of_rows() == part._of_rows()
         same_rollouts = self._of_rollouts() == part._of_rollouts()
         if (rows and not same_rows) or (rollouts and not same_rollouts):
             raise BatchError(f"These rows and rollouts have the schema {part}, but the batch has {self}.")
         return self
 
+    def _of_rows(self) -> tuple[object, ...]:
+        """Return the fields that follow from the rows."""
+        return self.model, self.has_anchor, self.alternatives
+
     def _of_rollouts(self) -> tuple[object, ...]:
         """Return the fields that follow from the rollouts."""
         return self.part_names, self.has_greedy_reward, self.column_names
+
+
+def _one_width(alternatives: Sequence[int]) -> int:
+    """Return the number of alternatives that all rows have; refuse rows that differ in it."""
+    widths = sorted(set(alternatives))
+    if len(widths) > 1:
+        raise BatchError(
+            f"Some rows have {widths[0]} alternatives to each token, others {widths[-1]}. Every row of a batch needs "
+            "as many: sample all of them with the same `correction.alternatives`."
+        )
+    return widths[0] if widths else 0
 
 
 def _column_names(rollouts: Sequence[Rollout]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.records import Sample, Turn
+from etude.records import Completion, Sample, Turn
 from etude.support import Support
 
 
@@ -149,6 +149,7 @@ class _SampleBuilder:
     has_anchor: bool = False
     observed: list[tuple[int, int]] = field(default_factory=list)
     supports: list[Support | int] = field(default_factory=list)  # of each segment: its sets, or its length
+    alternatives: list[tuple[int, Completion]] = field(default_factory=list)  # each answer, and where it begins
 
     def is_continued_by(self, turn: Turn) -> bool:
         """Return True if a turn's prompt begins with this whole row."""
@@ -165,6 +166,7 @@ class _SampleBuilder:
         self._append_segment(context_ids, False, np.full(len(context_ids), np.nan), np.full(len(context_ids), -1), -1)
         self._append_segment(completion.ids, True, completion.logp, completion.version, turn.index, turn.anchor)
         self.supports += [len(context_ids), completion.support or len(completion.ids)]
+        self.alternatives.append((self.length - len(completion.ids), completion))
         if len(completion.ids):
             self.last_action = self.length - 1
 
@@ -201,7 +203,23 @@ class _SampleBuilder:
             anchor=anchor,
             observation=self._observation_mask(),
             support=Support.concat(self.supports),
+            **self._alternative_columns(),
         )
+
+    def _alternative_columns(self) -> dict[str, NDArray[Any]]:
+        """Return the alternatives to each action token, if any answer has them; elsewhere none could be drawn."""
+        widths = {0 if each.alternative_ids is None else each.alternative_ids.shape[1] for _, each in self.alternatives}
+        width = max(widths)
+        if not width:
+            return {}
+        ids = np.zeros((self.length, width), np.int32)
+        logp = np.full((self.length, width), -np.inf, np.float32)
+        for begin, completion in self.alternatives:
+            if completion.alternative_ids is not None and completion.alternative_logp is not None:
+                end = begin + len(completion.ids)
+                ids[begin:end, : completion.alternative_ids.shape[1]] = completion.alternative_ids
+                logp[begin:end, : completion.alternative_logp.shape[1]] = completion.alternative_logp
+        return {"alternative_ids": ids, "alternative_logp": logp}
 
     def _observation_mask(self) -> NDArray[np.bool_] | None:
         """Return the mask of observation tokens, or None if there are none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,8 +14,8 @@ from etude.chat.stop_strings import StopStringFilter
 from etude.errors import DataError
 from etude.records import Completion, SamplingParams
 from etude.rollout.block_pool import NO_SLOT, ROOT
-from etude.rollout.sampling import SamplingState
-from etude.support import EncodedSet, Support
+from etude.rollout.sampling import DrawnToken, Likeliest, SamplingState
+from etude.support import Support
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -39,6 +39,9 @@ class Delta:
     """The whole completion, in the last delta."""
     support: Support | None = None
     """The sets of tokens that could be drawn, if the request asks for them."""
+    alternative_ids: Ids | None = None
+    """[t, k]: the tokens that were likeliest to be drawn, if the request asks for them."""
+    alternative_logp: NDArray[np.float32] | None = None
 
 
 class Request:
@@ -81,11 +84,8 @@ class Request:
     def _drop_tokens(self) -> None:
         """Begin with the prompt alone."""
         self.length = self.prompt_length
-        self._logp: list[float] = []
-        self._raw_logp: list[float] = []
+        self._drawn: list[DrawnToken] = []
         self._versions: list[int] = []
-        self._top: list[tuple[list[int], list[float]]] = []
-        self._sets: list[EncodedSet | None] = []  # of the tokens that could be drawn
         self._text = ""
         self._emitted = 0, 0  # tokens and characters in earlier deltas
         self._stops = StopStringFilter(self.sampling.stop)
@@ -122,27 +122,13 @@ class Request:
         if on_start is not None:
             on_start()
 
-    def append_token(
-        self,
-        token: int,
-        logp: float,
-        raw_logp: float,
-        version: int,
-        top: tuple[list[int], list[float]] | None,
-        allowed: EncodedSet | None = None,
-    ) -> str | None:
-        """Add a token. allowed: the tokens that could be drawn; None is the whole vocabulary, or nobody asks.
-
-        Return the finish reason if the request finished with it.
-        """
+    def append_token(self, drawn: DrawnToken, version: int) -> str | None:
+        """Add a token. Return the finish reason if the request finished with it."""
+        token = drawn.id
         self.tokens[self.length] = token
         self.length += 1
-        self._logp.append(logp)
-        self._raw_logp.append(raw_logp)
+        self._drawn.append(drawn)
         self._versions.append(version)
-        if top is not None:
-            self._top.append(top)
-        self._sets.append(allowed)
         self.sampling_state.record_token(token)
         finish_reason: str | None = None
         if token in self.stop_ids and self.generated > self.sampling.min_tokens:
@@ -165,20 +151,20 @@ class Request:
         elif self._stream is None and self._tokenizer is not None:
             has_stop_id = self.generated > 0 and int(self.tokens[self.length - 1]) in self.stop_ids
             self._text = self._tokenizer.decode(self.tokens[self.prompt_length : self.length - has_stop_id])
-        top_ids, top_logp = None, None
-        if self.sampling.top_logprobs:
-            top_ids = np.array([ids for ids, _ in self._top], np.int32).reshape(self.generated, -1)
-            top_logp = np.array([logp for _, logp in self._top], np.float32).reshape(self.generated, -1)
+        top_ids, top_logp = _likeliest_columns([drawn.top for drawn in self._drawn])
+        alternative_ids, alternative_logp = _likeliest_columns([drawn.alternatives for drawn in self._drawn])
         completion = Completion(
             ids=self.tokens[self.prompt_length : self.length],
-            logp=np.array(self._logp, dtype=np.float32),
-            raw_logp=np.array(self._raw_logp, dtype=np.float32),
+            logp=np.array([drawn.logp for drawn in self._drawn], dtype=np.float32),
+            raw_logp=np.array([drawn.raw_logp for drawn in self._drawn], dtype=np.float32),
             version=np.array(self._versions, dtype=np.int32),
             finish_reason=reason,
             text=self._text,
             top_ids=top_ids,
             top_logp=top_logp,
-            support=Support.build(self._sets),
+            support=Support.build([drawn.allowed for drawn in self._drawn]),
+            alternative_ids=alternative_ids,
+            alternative_logp=alternative_logp,
         )
         self._emit_delta(completion)
         self.future.set_result(completion)
@@ -198,13 +184,30 @@ class Request:
             return
         tokens, text = self.generated, len(self._text)
         ids = self.tokens[self.prompt_length + self._emitted[0] : self.length].copy()
-        logp = np.array(self._logp[self._emitted[0] :], dtype=np.float32)
-        finish_reason = completion.finish_reason if completion else None
-        version = np.array(self._versions[self._emitted[0] :], dtype=np.int32)
-        text_since = self._text[self._emitted[1] :]
-        support = Support.build(self._sets[self._emitted[0] :])
-        self._listener(Delta(ids, logp, version, text_since, finish_reason, completion, support))
+        since = self._drawn[self._emitted[0] :]
+        alternative_ids, alternative_logp = _likeliest_columns([drawn.alternatives for drawn in since])
+        self._listener(
+            Delta(
+                ids,
+                np.array([drawn.logp for drawn in since], dtype=np.float32),
+                np.array(self._versions[self._emitted[0] :], dtype=np.int32),
+                self._text[self._emitted[1] :],
+                completion.finish_reason if completion else None,
+                completion,
+                Support.build([drawn.allowed for drawn in since]),
+                alternative_ids,
+                alternative_logp,
+            )
+        )
         self._emitted = tokens, text
+
+
+def _likeliest_columns(entries: Sequence[Likeliest | None]) -> tuple[Ids | None, NDArray[np.float32] | None]:
+    """[t] → [t, k], [t, k]: return the ids and the log-probs of all tokens; None if they were not asked for."""
+    asked = [entry for entry in entries if entry is not None]
+    if not asked:
+        return None, None
+    return np.array([ids for ids, _ in asked], np.int32), np.array([logp for _, logp in asked], np.float32)
 
 
 def check_request(

@@ -16,6 +16,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -60,7 +61,8 @@ class SamplingState:
         self.cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
         self.needs_adjustment = self.seen is not None or len(self.biased_ids) > 0
         self.never_modified = (
-            not (self.cut or self.needs_adjustment or sampling.top_logprobs) and sampling.temperature == 1.0
+            not (self.cut or self.needs_adjustment or sampling.top_logprobs or sampling.alternatives)
+            and sampling.temperature == 1.0
         )
 
     def restart(self, prompt: NDArray[np.int32]) -> None:
@@ -90,6 +92,22 @@ class SamplingState:
             self.seen[token] = True
 
 
+Likeliest: TypeAlias = tuple[list[int], list[float]]
+"""Ids and log-probs, the likeliest first."""
+
+
+class DrawnToken(NamedTuple):
+    """A drawn token, with what was asked about it."""
+
+    id: int
+    logp: float
+    raw_logp: float
+    top: Likeliest | None
+    allowed: EncodedSet | None
+    """The tokens that could be drawn. None: the whole vocabulary, or nobody asked."""
+    alternatives: Likeliest | None
+
+
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
     """The drawn token of each row. These are lists, because each entry goes to another request."""
@@ -99,12 +117,25 @@ class SampledTokens:
     """Log-probs under the sampling distribution; 0 (certain) if the temperature is 0."""
     raw_logp: list[float]
     """Log-probs under the model's own distribution."""
-    top: dict[int, tuple[list[int], list[float]]]
+    top: dict[int, Likeliest]
     """For the rows that ask for them: the most likely tokens and their log-probs at the temperature, before any
     filter."""
     support: dict[int, EncodedSet | None]
     """For the rows that ask for them and are not drawn from the model's own distribution: the tokens that could be
     drawn. None: the whole vocabulary."""
+    alternatives: dict[int, Likeliest]
+    """For the rows that ask for them: the tokens that were likeliest to be drawn, and their log-probs."""
+
+    def token(self, row: int) -> DrawnToken:
+        """Return all that is known of one row's token."""
+        return DrawnToken(
+            self.ids[row],
+            self.logp[row],
+            self.raw_logp[row],
+            self.top.get(row),
+            self.support.get(row),
+            self.alternatives.get(row),
+        )
 
 
 def sample_tokens(
@@ -118,7 +149,7 @@ def sample_tokens(
     unmodified = [row for row, state in enumerate(states) if state.is_unmodified(generated[row])]
     if len(unmodified) == len(states):
         ids, probabilities = _sample_unmodified(logits, uniform)
-        return SampledTokens(ids.tolist(), log_probs := _log_probabilities(probabilities), log_probs, {}, {})
+        return SampledTokens(ids.tolist(), log_probs := _log_probabilities(probabilities), log_probs, {}, {}, {})
     adjusted = sorted(set(range(len(states))) - set(unmodified))
     ids = torch.empty(len(states), dtype=torch.int64, device=logits.device)
     logp, raw_logp = torch.empty(2, len(states), device=logits.device)
@@ -131,7 +162,8 @@ def sample_tokens(
     ids[index], logp[index], raw_logp[index] = rows.sample(uniform[index])
     top = {adjusted[row]: likeliest for row, likeliest in rows.top.items()}
     support = {adjusted[row]: encoded for row, encoded in rows.support.items()}
-    return SampledTokens(ids.tolist(), logp.tolist(), raw_logp.tolist(), top, support)
+    alternatives = {adjusted[row]: likeliest for row, likeliest in rows.alternatives.items()}
+    return SampledTokens(ids.tolist(), logp.tolist(), raw_logp.tolist(), top, support, alternatives)
 
 
 def _sample_unmodified(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,8 +191,9 @@ class _AdjustedRows:
             for row, state in enumerate(states):
                 state.adjust_logits(logits[row], generated[row])
         self.logits = logits
-        self.top: dict[int, tuple[list[int], list[float]]] = {}
+        self.top: dict[int, Likeliest] = {}
         self.support: dict[int, EncodedSet | None] = {}
+        self.alternatives: dict[int, Likeliest] = {}
 
     def sample(self, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, log-probs under the sampling distribution, and log-probs under the model."""
@@ -169,8 +202,7 @@ class _AdjustedRows:
         logits = self.logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
         for row, params in enumerate(samplings):
             if params.top_logprobs:
-                likeliest = torch.log_softmax(logits[row], -1).topk(min(params.top_logprobs, logits.shape[1]))
-                self.top[row] = likeliest.indices.tolist(), likeliest.values.tolist()
+                self.top[row] = _likeliest(logits[row], params.top_logprobs)
         filtered = [row for row, state in enumerate(self.states) if state.cut]
         if filtered:
             index, kept = torch.tensor(filtered, device=logits.device), [samplings[row] for row in filtered]
@@ -180,6 +212,9 @@ class _AdjustedRows:
                 self._column([params.top_p for params in kept]),
                 self._column([math.log(params.min_p) if params.min_p > 0 else -math.inf for params in kept]),
             )
+        for row, params in enumerate(samplings):
+            if params.alternatives:
+                self.alternatives[row] = _likeliest(logits[row], params.alternatives)
         probabilities = torch.softmax(logits, -1)
         ids = _inverse_cdf(probabilities, uniform)
         greedy = temperature == 0
@@ -208,6 +243,12 @@ class _AdjustedRows:
 
     def _column(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.raw.device)
+
+
+def _likeliest(logits: Tensor, count: int) -> Likeliest:
+    """Return the likeliest tokens of a row [V], and their log-probs."""
+    found = torch.log_softmax(logits, -1).topk(min(count, len(logits)))
+    return found.indices.tolist(), found.values.tolist()
 
 
 def _filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:

@@ -139,6 +139,11 @@ class ServerBackend(ABC):
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Refuse sampling parameters that would mean something else there, as a logit bias that servers clip."""
+        if sampling.alternatives:
+            raise ConfigError(
+                f"{self.package} does not record the alternatives to each token. Leave `correction.center` out, or "
+                "sample with the embedded engine."
+            )
         if sampling.support and not self.reports_support:
             raise ConfigError(
                 f"These sampling parameters exclude tokens from an answer that is trained on, and {self.package} does "

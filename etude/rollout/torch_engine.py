@@ -344,14 +344,7 @@ class TorchEngine:
                         "There is no token to draw. logit_bias and the banned end tokens leave none, or they or a tiny "
                         "temperature take the logits beyond float32. For greedy sampling set temperature to 0."
                     )
-                finish_reason = request.append_token(
-                    sampled.ids[row],
-                    sampled.logp[row],
-                    sampled.raw_logp[row],
-                    scheduler.version,
-                    sampled.top.get(row),
-                    sampled.support.get(row),
-                )
+                finish_reason = request.append_token(sampled.token(row), scheduler.version)
                 if finish_reason is not None:
                     scheduler.finish(request)
                     request.finish(finish_reason)

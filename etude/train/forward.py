@@ -22,21 +22,23 @@ from etude.data.pack import micro_batches
 from etude.errors import BatchError
 from etude.models import Model, PackedAttention, TokenSets, logp_and_entropy, map_logit_chunks, token_logp
 
-OutputFn = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+OutputFn = Callable[[Tensor, Tensor, float], Tensor]
 ComputeFn = Callable[[], dict[str, Tensor]]
 MicroBatch = tuple[Batch, dict[ColumnKind, Tensor]]
 """A micro-batch, with the indices of its tokens and of its rollouts in the batch."""
 
 OUTPUT_FUNCTIONS: dict[str, OutputFn] = {
-    "logp": lambda logits, ids, _, t: logit_functions.token_logp(logits, ids, t),
-    "entropy": lambda logits, _, __, t: logit_functions.entropy(logits, t),
-    "sum_pi_squared": lambda logits, _, __, t: logit_functions.sum_pi_squared(logits, t),
-    "topk_logp": lambda logits, _, top, t: logit_functions.topk_logp_with_tail(logits, _require_topk(top), t),
-    "value": lambda scores, _, __, ___: scores[:, 0],
+    "logp": logit_functions.token_logp,
+    "entropy": lambda logits, _, temperature: logit_functions.entropy(logits, temperature),
+    "sum_pi_squared": lambda logits, _, temperature: logit_functions.sum_pi_squared(logits, temperature),
+    "value": lambda scores, _, __: scores[:, 0],
 }
 """The outputs per token that one model's logits determine (a critic's logits are one number).
 
-Each function takes the logits, the tokens' ids, the teacher's top ids and the temperature."""
+Each function takes the logits, the tokens' ids and the temperature."""
+LISTED_BY = {"topk_logp": "teacher_topk_ids", "alternative_logp": "alternative_ids"}
+"""The outputs that are the log-probs of several tokens and of all others together, by the column that lists these
+tokens."""
 TOKEN_OF_BATCH = "_token_of_batch"
 """The column of a micro-batch that holds the index of each token in the batch."""
 ROLLOUT_OUTPUTS = frozenset({"score"})
@@ -129,14 +131,13 @@ class ForwardPass:
             if tokenwise := wanted - ROLLOUT_OUTPUTS - uncomputed:
                 own_rows = self._own_rows(len(at))
                 rows, before = at[own_rows], source[own_rows]
-                top_ids = batch.require("teacher_topk_ids", needed_by="Distillation") if "topk_logp" in wanted else None
-                top = None if top_ids is None else top_ids[rows]
+                listed = {name: _listed_ids(batch, name)[rows] for name in wanted & LISTED_BY.keys()}
                 reference_hidden = self._reference_hidden(pack, before) if "full_kl" in wanted else None
                 own_hidden = hidden.index_select(0, before)
                 sets = None
                 if batch.support is not None and batch.support_sets is not None:
                     sets = TokenSets(batch.support[rows], batch.support_sets)
-                outputs = self._compute_outputs(own_hidden, batch.ids[rows], top, tokenwise, reference_hidden, sets)
+                outputs = self._compute_outputs(own_hidden, batch.ids[rows], listed, tokenwise, reference_hidden, sets)
                 for name, values in outputs.items():
                     columns[name] = _scatter(self._gather_rows(values, len(at)), at, batch.num_tokens)
             if "score" in wanted:
@@ -214,15 +215,16 @@ class ForwardPass:
 
     def _empty_column(self, name: str, batch: Batch) -> Tensor:
         """Return the NaN column of a micro-batch without tokens to compute this output of."""
-        top = batch.require("teacher_topk_ids", needed_by="Distillation") if name == "topk_logp" else None
         shape: tuple[int, ...] = (batch.num_rollouts if name in ROLLOUT_OUTPUTS else batch.num_tokens,)
-        return torch.full(shape if top is None else (*shape, top.shape[1] + 1), torch.nan, device=batch.device)
+        if name in LISTED_BY:
+            shape = (*shape, _listed_ids(batch, name).shape[1] + 1)
+        return torch.full(shape, torch.nan, device=batch.device)
 
     def _compute_outputs(
         self,
         hidden: Tensor,
         ids: Tensor,
-        top: Tensor | None,
+        listed: dict[str, Tensor],
         wanted: frozenset[str],
         reference_hidden: Tensor | None,
         sets: TokenSets | None,
@@ -237,12 +239,13 @@ class ForwardPass:
 
         def compute_chunk(logits: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
             drawn = ids[start:stop]
-            likeliest = None if top is None else top[start:stop]
             outputs = {
-                name: OUTPUT_FUNCTIONS[name](logits, drawn, likeliest, self.temperature)
+                name: OUTPUT_FUNCTIONS[name](logits, drawn, self.temperature)
                 for name in names
                 if name in OUTPUT_FUNCTIONS
             }
+            for name, of_rows in listed.items():
+                outputs[name] = logit_functions.topk_logp_with_tail(logits, of_rows[start:stop], self.temperature)
             if reference_hidden is not None and self.reference is not None:
                 reference = self.reference.logits(reference_hidden[start:stop])
                 if sets is not None:
@@ -289,6 +292,6 @@ def _scatter(values: Tensor, at: Tensor, tokens: int) -> Tensor:
     return whole.index_copy(0, at, values)
 
 
-def _require_topk(top: Tensor | None) -> Tensor:
-    assert top is not None, "`topk_logp` needs the teacher's top ids"
-    return top
+def _listed_ids(batch: Batch, name: str) -> Tensor:
+    """[T, k]: the tokens that an output gives the log-probs of."""
+    return batch.require(LISTED_BY[name], needed_by=f"The model's `{name}`")

@@ -32,14 +32,19 @@ from etude.protocols import Gather, Split, dispatch_mode
 from etude.train.backend import Backend, HeldModel, model_of
 from etude.train.config import TrainConfig
 from etude.train.flops import ModelFlops
-from etude.train.forward import MicroBatch, ReferenceModel, iterate_micro_batches, iterate_passes
+from etude.train.forward import LISTED_BY, MicroBatch, ReferenceModel, iterate_micro_batches, iterate_passes
 from etude.train.fsdp import FsdpBackend
 from etude.train.local import LocalBackend
 from etude.train.memory import OffloadedTensors, peak_memory, total_memory
 from etude.train.optim import GradientWatcher, compute_learning_rate, local_part
 from etude.train.ranks import sum_denominators
 
-LM_HEAD_COLUMNS = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
+LM_HEAD_COLUMNS = {
+    "old_logp": "logp",
+    "entropy": "entropy",
+    "sum_pi_squared": "sum_pi_squared",
+    "old_alternative_logp": "alternative_logp",
+}
 SCORE_HEAD_COLUMNS = {"value": "value", "final_value": "score"}
 """The batch columns that a model with either head computes, and the forward outputs that they come from.
 
@@ -102,7 +107,7 @@ class Learner:
         self._steps = steps
         self._peak = peak
         self._columns = SCORE_HEAD_COLUMNS if self.model.has_score_head else LM_HEAD_COLUMNS
-        self._outputs = {"value", "score"} if self.model.has_score_head else {"logp", "entropy", "topk_logp"}
+        self._outputs = {"value", "score"} if self.model.has_score_head else {"logp", "entropy", *LISTED_BY}
         self._outputs |= set() if reference is None else {"full_kl"}
         self.ranks = self._backend.ranks
         """The ranks that hold the rest of a batch."""
@@ -142,7 +147,7 @@ class Learner:
                 with torch.no_grad(), self._name_memory_options(micro):
                     result = self._backend.forward(micro, wanted)
                 for name, column in results.items():
-                    column[at[KINDS[name]]] = result.columns[self._columns[name]].to(column)
+                    column[at[_level(name)]] = result.columns[self._columns[name]].to(column)
         return batch.replace(**{name: column.to(batch.device) for name, column in results.items()})
 
     def watch_gradient(self, watcher: GradientWatcher) -> None:
@@ -356,11 +361,17 @@ def _imbalance(work: float, ranks: Ranks) -> float:
     return float(all_work.max() / all_work.mean()) - 1 if float(all_work.max()) else 0.0
 
 
+def _level(name: str) -> ColumnKind:
+    """Return the level that a column has its entries for: tokens, or rollouts."""
+    return ColumnKind.UNIT if KINDS[name] is ColumnKind.UNIT else ColumnKind.TOKEN
+
+
 def _nan_column(name: str, batch: Batch, dtype: torch.dtype) -> Tensor:
     """Return a column of the batch with NaN everywhere."""
-    return torch.full(
-        (batch.num_rollouts if KINDS[name] is ColumnKind.UNIT else batch.num_tokens,), torch.nan, dtype=dtype
-    )
+    shape: tuple[int, ...] = (batch.num_rollouts if KINDS[name] is ColumnKind.UNIT else batch.num_tokens,)
+    if KINDS[name] is ColumnKind.TOKEN_K:
+        shape = (*shape, batch.require("alternative_ids", needed_by=f"The column `{name}`").shape[1] + 1)
+    return torch.full(shape, torch.nan, dtype=dtype)
 
 
 def load_weights(model: Model, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:

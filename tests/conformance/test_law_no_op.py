@@ -117,6 +117,7 @@ PARTS: dict[str, tuple[type[BaseModel], dict[str, Flip]]] = {
             "normalize": Flip("rollouts", {"weight": "truncate"}),
             "reject": Flip((RejectionRule(low=0.8, high=1.2),)),
             "opsm_delta": Flip(0.0),
+            "center": Flip(True),
         },
     ),
     "entropy": (EntropyConfig, {"coefficient": Flip(0.1), "top_share": Flip(0.3)}),
@@ -137,6 +138,8 @@ REJECTION = {
 }
 STEP_OPTIONS = {"step_scaling": "sqrt_ess"}
 """Options of the corrections that change the optimizer step, but not the gradient."""
+SAMPLER_OPTIONS = {"alternatives"}
+"""Options of the corrections that say what the sampler records."""
 ALGORITHM_OPTIONS: dict[str, Any] = {"mask_truncated": True, "echo": 0.5}
 
 
@@ -156,7 +159,11 @@ def make_batch() -> Batch:
     batch = fixture(11, (4, 4, 4, 3), longest=14)
     has_equal_rewards = batch.group == 3
     tokens = torch.repeat_interleave(has_equal_rewards, torch.diff(batch.rollout_token_offsets))
+    behavior, old = batch.require("behavior_logp"), batch.require("old_logp")
     return batch.replace(
+        alternative_ids=batch.ids[:, None],  # the drawn token, and all others
+        alternative_logp=behavior[:, None],
+        old_alternative_logp=torch.stack([old, (1 - old.exp()).log()], 1),
         ref_logp=batch.require("ref_logp") - 0.3,  # so that the KL is positive, and above a target
         reward=torch.where(has_equal_rewards, 1.0, batch.require("reward")),
         token_reward=torch.where(tokens, 0.0, batch.require("token_reward")),
@@ -177,6 +184,8 @@ def run(algorithm: AlgorithmConfig) -> LossAndGradient:
 def _compute(algorithm: AlgorithmConfig) -> LossAndGradient:
     data = make_batch()
     leaves = model_outputs(data)
+    drawn = leaves["logp"].detach().clamp(max=-1e-3)
+    leaves["alternative_logp"] = torch.stack([drawn, (1 - drawn.exp()).log()], 1).requires_grad_()
     first = algorithm.estimate(data, AlgorithmState(), seed=1, step=1)
     second = algorithm.estimate(data, first.next_state, seed=1, step=2)
     return gradient(algorithm, second, leaves)
@@ -225,7 +234,12 @@ def test_every_row_is_of_an_option_that_exists() -> None:
 
 
 @sweep(
-    ("part", "option"), [(p, o) for p, (kind, _) in PARTS.items() for o in kind.model_fields if o not in STEP_OPTIONS]
+    ("part", "option"),
+    [
+        (part, option)
+        for part, (kind, _) in PARTS.items()
+        for option in kind.model_fields.keys() - STEP_OPTIONS.keys() - SAMPLER_OPTIONS
+    ],
 )
 def test_every_option_of_the_other_parts_changes_the_gradient(part: str, option: str) -> None:
     kind, flips = PARTS[part]

@@ -89,7 +89,7 @@ def test_trainer_and_sampler_agree(family: str, temperature: float) -> None:
 
 FILTERS: tuple[Mapping[str, Any], ...] = (
     {"top_p": 0.8},
-    {"top_k": 5},
+    {"top_k": 3},
     {"min_p": 0.3},
     {"top_p": 0.9, "top_k": 20, "min_p": 0.05},
     {"logit_bias": {3: -math.inf, 7: -math.inf}},
@@ -101,12 +101,18 @@ FILTERS: tuple[Mapping[str, Any], ...] = (
 def test_the_trainer_replays_the_sets_that_the_sampler_drew_from() -> None:
     model = create(tiny_config(VOCABULARY, layers=2, hidden=32, heads=4, kv_heads=2), seed=1)
     learner = Learner(model, TrainConfig(precision="fp32", max_tokens_per_micro_batch=64), temperature=0.7)
+    asked = {"support": True, "alternatives": 4}
     with engine_of(model) as engine:
-        batch, completions = collected(engine, 0.7, *({**filters, "support": True} for filters in FILTERS))
+        batch, completions = collected(engine, 0.7, *({**filters, **asked} for filters in FILTERS))
     assert {completion.support is None for completion in completions} == {True, False}
-    columns = frozenset({"old_logp", "entropy", "sum_pi_squared"})
+    columns = frozenset({"old_logp", "entropy", "sum_pi_squared", "old_alternative_logp"})
     annotated = learner.annotate(batch, columns)
     assert gap(annotated) < TOLERANCE["fp32"]
+    alternatives = batch.require("alternative_logp")[batch.action]
+    torch.testing.assert_close(
+        annotated.require("old_alternative_logp")[batch.action][:, :-1], alternatives, atol=2e-5, rtol=0
+    )
+    assert (alternatives == -math.inf).any(), "some sets have fewer than four tokens"
     without = learner.annotate(replace(batch, support=None, support_sets=None), columns)
     assert gap(without) > 0.1, "over the whole vocabulary these tokens are less likely"
     assert annotated.support is not None and without.entropy is not None and annotated.entropy is not None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from etude.records import SamplingParams
 from etude.rollout.block_pool import NO_SLOT, BlockPool, KeptStates
 from etude.rollout.request import Request
+from etude.rollout.sampling import DrawnToken
 from etude.rollout.scheduler import ScheduledWork, Scheduler
 
 
@@ -32,7 +33,7 @@ def step(scheduler: Scheduler) -> list[ScheduledWork]:
     drawing = [work for work in works if work.samples_token]
     scheduler.advance(works)
     for work in drawing:
-        if work.request.append_token(7, -1.0, -1.0, 0, None) is not None:
+        if work.request.append_token(DrawnToken(7, -1.0, -1.0, None, None, None), 0) is not None:
             scheduler.finish(work.request)
     return works
 
@@ -168,7 +169,7 @@ def test_a_step_has_no_more_tokens_than_a_pass_may_compute() -> None:
         drawing = [work for work in works if work.samples_token]
         scheduler.advance(works)
         for work in drawing:
-            if work.request.append_token(7, -1.0, -1.0, 0, None) is not None:
+            if work.request.append_token(DrawnToken(7, -1.0, -1.0, None, None, None), 0) is not None:
                 scheduler.finish(work.request)
     assert min(sizes) > 0 and max(sizes) == most
     assert scheduler.stats.finished == len(requests) and scheduler.stats.preemptions > 0

@@ -248,6 +248,16 @@ class CompletionChunk(Protocol):
         """The sets of tokens that could be drawn, if some were not the whole vocabulary."""
         ...
 
+    @property
+    def alternative_ids(self) -> Ids | None:
+        """[t, k] the tokens that were likeliest to be drawn, if the request asked for them."""
+        ...
+
+    @property
+    def alternative_logp(self) -> NDArray[np.float32] | None:
+        """[t, k] their log-probs."""
+        ...
+
 
 class Upstream(Protocol):
     """Any sampler with these methods; the embedded engine is one. Any number of calls may be active. Cancelling a call

@@ -114,7 +114,12 @@ class TurnRecorder:
                 np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "logp", "version")
             )
             support = Support.concat([chunk.support or len(chunk.ids) for chunk in chunks])
-            completion = Completion(ids, logp, version, "abort", tokenizer.decode(ids), support=support)
+            alternatives = {
+                name: np.concatenate([getattr(chunk, name) for chunk in chunks if len(chunk.ids)])
+                for name in ("alternative_ids", "alternative_logp")
+                if all(getattr(chunk, name) is not None for chunk in chunks if len(chunk.ids))
+            }
+            completion = Completion(ids, logp, version, "abort", tokenizer.decode(ids), support=support, **alternatives)
             await self.record_turn(call, completion, began)
 
         self._start_write(_log_errors(attempt_id, record()))

@@ -77,6 +77,8 @@ class PPO(ClippedLoss):
     its advantage has no gradient. One that left it the other way keeps its full gradient.
     """
 
+    is_tokenwise = True
+
     dual_clip: float | None = Field(
         None, gt=1, description="for A < 0, the ratio beyond which a token stops counting; none leaves it unbounded"
     )
@@ -111,6 +113,8 @@ class CISPO(PolicyLoss):
     Ours: the bounds are absolute ratios, [0, 5]; the paper writes 1 − ε and 1 + ε, and leaves the lower one open.
     """
 
+    is_tokenwise = True
+
     has_bound = True
 
     low: float = Field(0.0, ge=0, description="lower bound of the weight of a token's gradient")
@@ -138,6 +142,8 @@ class SAPO(PolicyLoss):
     like a bell curve in r, faster for larger τ. The larger τ for A < 0 assumes that lowering a token, which raises all
     others, is the noisier half. A token with A = 0 has no loss, so its τ does not matter.
     """
+
+    is_tokenwise = True
 
     has_bound = True
 

@@ -48,6 +48,8 @@ class DecoupledPPO(ClippedLoss):
     Ours: the token weight π_prox/μ has no cap beyond e^20. It replaces a correction's weight.
     """
 
+    is_tokenwise = True
+
     uses_old_logp = False
     uses_behavior_logp = True
 

@@ -38,6 +38,8 @@ class REINFORCE(PolicyLoss):
     π_θ, so a correction of the mismatch must not weigh again.
     """
 
+    is_tokenwise = True
+
     uses_old_logp = False
 
     cap: float | None = Field(None, gt=0, description="upper bound of a token's weight π_θ/μ; none applies no weight")
@@ -67,6 +69,8 @@ class GPGLoss(PolicyLoss):
     Source: 2504.02546. Assumes on-policy tokens: there is no ratio and no clip. The specific parts of GPG, the factor
     for groups that taught nothing and the free choice of normalizer, are in the advantage `gpg`.
     """
+
+    is_tokenwise = True
 
     uses_old_logp = False
 

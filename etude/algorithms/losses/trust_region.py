@@ -87,6 +87,8 @@ class DPPO(PolicyLoss):
     must not weigh again.
     """
 
+    is_tokenwise = True
+
     uses_old_logp = False
     uses_behavior_logp = True
     has_bound = True
@@ -120,6 +122,8 @@ class IPO(PolicyLoss):
     sampler, so a correction of the mismatch must not weigh again.
     Ours: log w is cut to ±20. The source's penalty (log w)², whose coefficient is 0 by default, is left out.
     """
+
+    is_tokenwise = True
 
     uses_old_logp = False
     uses_behavior_logp = True

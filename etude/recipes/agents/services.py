@@ -113,7 +113,7 @@ def agent_services(
             chat,
             engine,
             max_total_tokens,
-            train=run.sampling.training_params(),
+            train=run.sampling.training_params(alternatives=run.correction.recorded_alternatives),
             val=val,
             seed=run.seed,
             config=config,

@@ -105,6 +105,8 @@ class ScoredRollout:
     """Of each sequence, the model that wrote its tokens."""
     has_anchor: tuple[bool, ...]
     """Of each sequence, whether it names states."""
+    alternatives: tuple[int, ...]
+    """Of each sequence, the number of alternatives to each token."""
     tokens: int
     """Number of tokens of all sequences."""
     first_action: int
@@ -150,6 +152,7 @@ class ScoredRollout:
             samples_ref=put(samples),
             models=tuple(sample.model for sample in samples),
             has_anchor=tuple(sample.anchor is not None for sample in samples),
+            alternatives=tuple(sample.num_alternatives for sample in samples),
             tokens=sum(lengths),
             first_action=sum(lengths) if first_spoken is None else sum(lengths[:first_spoken]) + first[first_spoken],
             prompt_tokens=first[0] if first else 0,

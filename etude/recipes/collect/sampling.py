@@ -52,10 +52,13 @@ class SamplingConfig(SamplingBase):
             seed=seed,
         )
 
-    def training_params(self, seed: int | None = None) -> SamplingParams:
-        """Return the parameters of requests whose answers are trained on: they report what could be drawn."""
+    def training_params(self, seed: int | None = None, *, alternatives: int = 0) -> SamplingParams:
+        """Return the parameters of requests whose answers are trained on: they report what could be drawn.
+
+        alternatives: the number of likeliest tokens to record at each place.
+        """
         params = self.params(seed)
-        return replace(params, support=params.excludes_tokens)
+        return replace(params, support=params.excludes_tokens, alternatives=alternatives)
 
     @property
     def filters(self) -> dict[str, float]:

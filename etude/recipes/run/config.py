@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from etude.algorithms import AlgorithmConfig
+from etude.algorithms.algorithm import OLD_POLICY_COLUMNS
 from etude.algorithms.losses.supervised import ValueLoss
 from etude.config import Choice, Config
 from etude.config.only_with import OnlyWith
@@ -252,9 +253,9 @@ class Run(Recipe, AlgorithmConfig):
             columns |= self.critic.loss.required_columns() & CRITIC_COLUMNS
         if self.correction.policies == "two":
             return columns
-        single_update = self.mini_batches * self.ppo_epochs == 1 and not columns & POLICY_COLUMNS - {"old_logp"}
+        single_update = self.mini_batches * self.ppo_epochs == 1 and not columns & POLICY_COLUMNS - OLD_POLICY_COLUMNS
         if single_update and "old_logp" not in self.columns_before_estimate():
-            return columns - {"old_logp"}
+            return columns - OLD_POLICY_COLUMNS
         return columns | {"old_logp"}
 
     def learners(self) -> dict[str, TrainConfig]:

@@ -6,10 +6,10 @@ from etude.rewards import CombinedReward, RewardFunction, RewardModelScore
 
 ROLLOUT_COLUMNS = frozenset(
     ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
-) | {"trainer_version", "rollout_id", "role", "observation", "greedy_reward"}
+) | {"trainer_version", "rollout_id", "role", "observation", "greedy_reward", "alternative_ids", "alternative_logp"}
 """Columns that come with the rollouts."""
 
-POLICY_COLUMNS = frozenset({"old_logp", "entropy", "sum_pi_squared"})
+POLICY_COLUMNS = frozenset({"old_logp", "old_alternative_logp", "entropy", "sum_pi_squared"})
 """Columns that the policy itself computes."""
 
 REFERENCE_COLUMNS = frozenset({"ref_logp"})

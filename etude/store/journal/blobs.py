@@ -4,11 +4,14 @@ It is a header of lengths, then the arrays end to end. They are little-endian an
 completion lacks takes no bytes:
 
     prompt int32 [P] · ids int32 [T] · logp float32 [T] · version int32 [T]
-    · raw_logp float32 [T] · top_ids int32 [T, k] · top_logp float32 [T, k] · support
+    · raw_logp float32 [T] · top_ids int32 [T, k] · top_logp float32 [T, k]
+    · support · alternatives
 
 The sets of tokens that could be drawn (`etude.support`) are S and N, then the arrays of their table:
 
     index int32 [T] · kind int8 [S] · length int32 [S] · data int32 [N]
+
+The alternatives to a token are their number K, then alternative_ids int32 [T, K] · alternative_logp float32 [T, K].
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ _HEADER = struct.Struct("<QQQB")
 _OPTIONAL = {"raw_logp": 1, "top_ids": 2, "top_logp": 4}
 _SUPPORT = 16
 """The bit of the flags that says that a support follows."""
+_ALTERNATIVES = 32
+"""The bit of the flags that says that alternatives follow."""
+_ALTERNATIVES_HEADER = struct.Struct("<Q")
+"""K."""
 _SUPPORT_HEADER = struct.Struct("<QQ")
 """S and N."""
 _INT = np.dtype("<i4")
@@ -59,10 +66,16 @@ def pack_turn(turn: Turn) -> bytes:
     assert len(widths) < 2, f"top_ids and top_logp have different widths: {sorted(widths)}"
     support = completion.support
     flags += 0 if support is None else _SUPPORT
+    flags += 0 if completion.alternative_ids is None else _ALTERNATIVES
     header = _HEADER.pack(len(turn.prompt), len(completion.ids), max(widths, default=0), flags)
     columns = (turn.prompt, completion.ids, completion.logp, completion.version, *optional.values())
-    arrays = b"".join((header, *(_bytes(column) for column in columns if column is not None)))
-    return arrays if support is None else arrays + _pack_support(support)
+    parts = [header, *(_bytes(column) for column in columns if column is not None)]
+    if support is not None:
+        parts.append(_pack_support(support))
+    if completion.alternative_ids is not None and completion.alternative_logp is not None:
+        parts.append(_ALTERNATIVES_HEADER.pack(completion.alternative_ids.shape[1]))
+        parts += [_bytes(completion.alternative_ids), _bytes(completion.alternative_logp)]
+    return b"".join(parts)
 
 
 def _pack_support(support: Support) -> bytes:
@@ -93,12 +106,25 @@ def unpack_turn(payload: bytes) -> tuple[NDArray[np.int32], dict[str, Any]]:
         columns[name] = _read_array(payload, at, name, dtype, int(np.prod(shape))).reshape(shape)
         at += columns[name].nbytes
     if flags & _SUPPORT:
-        columns["support"] = _unpack_support(payload, at, tokens)
+        columns["support"], at = _unpack_support(payload, at, tokens)
+    if flags & _ALTERNATIVES:
+        columns |= _unpack_alternatives(payload, at, tokens)
     return columns.pop("prompt"), columns
 
 
-def _unpack_support(payload: bytes, at: int, tokens: int) -> Support:
-    """Return the support that begins at this byte."""
+def _unpack_alternatives(payload: bytes, at: int, tokens: int) -> dict[str, NDArray[Any]]:
+    """Return the columns of alternatives that begin at this byte."""
+    if at + _ALTERNATIVES_HEADER.size > len(payload):
+        raise StoreError("The payload of a turn ends before its alternatives: it is truncated or overwritten.")
+    (width,) = _ALTERNATIVES_HEADER.unpack_from(payload, at)
+    at += _ALTERNATIVES_HEADER.size
+    ids = _read_array(payload, at, "alternative_ids", _INT, tokens * width).reshape(tokens, width)
+    logp = _read_array(payload, at + ids.nbytes, "alternative_logp", _FLOAT, tokens * width).reshape(tokens, width)
+    return {"alternative_ids": ids, "alternative_logp": logp}
+
+
+def _unpack_support(payload: bytes, at: int, tokens: int) -> tuple[Support, int]:
+    """Return the support that begins at this byte, and the byte where it ends."""
     if at + _SUPPORT_HEADER.size > len(payload):
         raise StoreError("The payload of a turn ends inside its column 'support': it is truncated or overwritten.")
     sets, numbers = _SUPPORT_HEADER.unpack_from(payload, at)
@@ -108,7 +134,7 @@ def _unpack_support(payload: bytes, at: int, tokens: int) -> Support:
         arrays.append(_read_array(payload, at, "support", dtype, count))
         at += arrays[-1].nbytes
     index, kind, lengths, data = arrays
-    return Support(index, kind, np.cumsum([0, *lengths], dtype=np.int64), data)
+    return Support(index, kind, np.cumsum([0, *lengths], dtype=np.int64), data), at
 
 
 def _read_array(payload: bytes, at: int, name: str, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

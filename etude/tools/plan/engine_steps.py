@@ -16,7 +16,7 @@ from etude.rollout.batch_invariance import ProductShapes, max_context_padding
 from etude.rollout.block_pool import BlockPool, KeptStates
 from etude.rollout.kv_cache import AttentionBatch, ForwardBatch, KVCache, count_slots
 from etude.rollout.request import Request
-from etude.rollout.sampling import sample_tokens
+from etude.rollout.sampling import DrawnToken, sample_tokens
 from etude.rollout.scheduler import ScheduledWork, Scheduler
 from etude.rollout.step_batch import EngineCaches, StepBatch
 
@@ -49,7 +49,7 @@ def engine_steps(
         if not is_prefill:  # the next step computes a drawn token of each request
             scheduler.advance(scheduled)
             for work in scheduled:
-                work.request.append_token(0, 0.0, 0.0, 0, None)
+                work.request.append_token(DrawnToken(0, 0.0, 0.0, None, None, None), 0)
             scheduled = scheduler.schedule()
         yield scheduled, scheduler.table
 

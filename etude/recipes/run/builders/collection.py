@@ -163,7 +163,10 @@ class RolloutBuilder:
         episodes = self._build_episodes()
         scoring = self._build_player(episodes)
         players: Mapping[RolloutPurpose, tuple[EnginePlayer, SamplingParams]] = {
-            "train": (self._build_player(episodes), run.sampling.training_params()),
+            "train": (
+                self._build_player(episodes),
+                run.sampling.training_params(alternatives=run.correction.recorded_alternatives),
+            ),
             "val": (scoring, run.evaluate.sampling.fill_from(run.sampling).params()),
         }
         runner = EngineRunner(queue, players, run.seed)

@@ -282,6 +282,11 @@ def check_servers(run: Run) -> Iterator[ConfigError]:
         yield ConfigError(
             "`train.precision=fp64` is a precision that no server computes in. Choose another, or `rollout=embedded`."
         )
+    if run.correction.center:
+        yield ConfigError(
+            "`correction.center=true` needs the alternatives to each token, which servers do not record. Choose "
+            "`rollout=embedded`, or leave it out."
+        )
     for name, value in run.sampling.filters.items():
         yield ConfigError(
             f"`sampling.{name}={value:g}` cuts tokens off, and servers do not report which. Choose `rollout=embedded`, "

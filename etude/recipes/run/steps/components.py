@@ -65,7 +65,8 @@ class Learners(CheckpointedModels):
         rollouts = [each.rollout for each in scored]
         models = [model for each in scored for model in each.models]
         has_anchor = [has_anchor for each in scored for has_anchor in each.has_anchor]
-        build = partial(_build_part, BatchSchema.from_records(models, has_anchor, rollouts), version)
+        alternatives = [count for each in scored for count in each.alternatives]
+        build = partial(_build_part, BatchSchema.from_records(models, has_anchor, rollouts, alternatives), version)
         groups = np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1]
         meta = BatchMeta.from_lengths(
             np.array([each.tokens for each in scored], np.int64),
