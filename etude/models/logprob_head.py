@@ -6,7 +6,10 @@ those of `algorithms/logits.py`: in float32 or wider, with logits divided by the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,10 +19,19 @@ from etude.models.model import Model
 from etude.models.token_sets import TokenSets
 
 CHUNK = 1024
-"""The largest number of rows of logits at a time."""
+"""The largest number of rows of logits at a time on a CPU."""
+GPU_CHUNK = 4096
+"""The same on a GPU. Each chunk reads and writes the whole gradient of the head, so fewer chunks take less time."""
 MAX_LOGITS = 2**26
-"""The largest number of logits at a time. A larger vocabulary gets fewer rows, but at least an eighth of `CHUNK`,
-because each chunk reads and writes the whole gradient of the head."""
+"""The largest number of logits at a time. A larger vocabulary gets fewer rows, but at least an eighth of a chunk,
+because of that gradient."""
+MAX_LOGITS_OF_LARGE_GPU = 2**29
+"""The same on a GPU with `LARGE_GPU` bytes. The backward pass holds three such matrices in float32, 6 GiB."""
+LARGE_GPU = 40 * 10**9
+NEEDED_BYTES = 16 * 2**30
+"""The bytes that a large GPU must have free for chunks of that size."""
+
+_planned_gpu = ContextVar[int | None]("planned_gpu", default=None)
 
 LogitChunkFn = Callable[[Tensor, int, int], tuple[Tensor, ...]]
 
@@ -79,9 +91,45 @@ def logp_and_entropy(
     return both
 
 
+def chunk_rows(vocab_size: int, *, gpu: bool = False, total: int = 0, free: int = 0) -> int:
+    """Return the number of rows of logits to compute at a time. total, free: the bytes of the GPU."""
+    rows = GPU_CHUNK if gpu else CHUNK
+    is_large = total >= LARGE_GPU and free >= NEEDED_BYTES
+    limit = MAX_LOGITS_OF_LARGE_GPU if is_large else MAX_LOGITS
+    return min(rows, max(rows // 8, limit // vocab_size))
+
+
+@contextmanager
+def planned_gpu(total: int | None) -> Iterator[None]:
+    """Choose chunks as on a GPU of `total` bytes, all of them free, while a dry run imagines one."""
+    token = _planned_gpu.set(total)
+    try:
+        yield
+    finally:
+        _planned_gpu.reset(token)
+
+
+@cache
+def _gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Return the total bytes of a GPU, and those that are free or kept by torch.
+
+    They are read once, so that all passes of a process have the same chunks, and none waits for the driver.
+    """
+    if not torch.cuda.is_available():  # a dry run imagines the GPU
+        return 0, 0
+    free, total = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return total, free + kept
+
+
 def _chunk_rows(model: Model) -> int:
-    """Return the number of rows of logits to compute at a time."""
-    return min(CHUNK, max(CHUNK // 8, MAX_LOGITS // len(model.head_weight)))
+    """Return the number of rows of logits to compute at a time on the model's device."""
+    vocab_size = len(model.head_weight)
+    if model.device.type != "cuda":
+        return chunk_rows(vocab_size)
+    planned = _planned_gpu.get()
+    total, free = _gpu_memory(model.device) if planned is None else (planned, planned)
+    return chunk_rows(vocab_size, gpu=True, total=total, free=free)
 
 
 def _weights(model: Model) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from etude.algorithms import logits as plain
 from etude.batch import SupportSets
 from etude.models import Model, TokenSets, create, logp_and_entropy, map_logit_chunks, tiny_config, token_logp
+from etude.models.logprob_head import chunk_rows
 from etude.support import Support, encode_set
 
 ROWS, TEMPERATURE = 23, 0.7
@@ -52,6 +53,27 @@ def test_a_large_vocabulary_has_fewer_rows_of_logits_at_a_time() -> None:
         )
         assert len(result) == rows
     assert seen == [1024, 476, 512, 88, 128, 72]
+
+
+GPU_BYTES = 80 * 10**9
+FREE = 60 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "gpu", "rows"),
+    [
+        (32_768, {}, 1024),
+        (151_936, {}, 441),
+        (1_000_000, {}, 128),
+        (32_768, {"gpu": True, "total": 24 * 10**9, "free": 20 * 2**30}, 2048),
+        (151_936, {"gpu": True, "total": 24 * 10**9, "free": 20 * 2**30}, 512),
+        (32_768, {"gpu": True, "total": GPU_BYTES, "free": FREE}, 4096),
+        (151_936, {"gpu": True, "total": GPU_BYTES, "free": FREE}, 3533),
+        (151_936, {"gpu": True, "total": GPU_BYTES, "free": 8 * 2**30}, 512),
+    ],
+)
+def test_a_gpu_with_more_memory_gets_longer_chunks(vocab_size: int, gpu: dict[str, Any], rows: int) -> None:
+    assert chunk_rows(vocab_size, **gpu) == rows
 
 
 @pytest.mark.parametrize("sizes", [{}, SOFTCAPPED, {"tied": False}], ids=["plain", "softcap", "untied"])

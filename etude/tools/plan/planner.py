@@ -22,6 +22,7 @@ import torch
 from etude.config.tree import replace_option
 from etude.dispatch import ClusterBackend
 from etude.errors import ConfigError, EtudeError
+from etude.models.logprob_head import planned_gpu
 from etude.recipes.hub import resolve_hub_names
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
@@ -193,7 +194,8 @@ def _plan_devices(
     overlaps = isinstance(run, Run) and run.max_staleness > 0
     full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
     for target, roles in _roles_by_device(run, device).items():
-        result = dry_run(run, device, roles)
+        with planned_gpu(limit if device.type == "cuda" else None):
+            result = dry_run(run, device, roles)
         first = first or result
         kv_tokens = max(kv_tokens, result.kv_tokens)
         name, count, sharing = _describe_device(run.ranks, target, roles, samples=isinstance(run, Run))
