@@ -7,10 +7,20 @@ from functools import partial
 
 import pytest
 
-from tests.conformance import mutations_of_advantages, mutations_of_losses, mutations_of_others
+from tests.conformance import (
+    mutations_of_advantages,
+    mutations_of_losses,
+    mutations_of_others,
+    mutations_of_sampling,
+)
 from tests.conformance.mutations import Mutation, applied, assert_found, unwrapped
 
-MUTATIONS = [*mutations_of_advantages.MUTATIONS, *mutations_of_losses.MUTATIONS, *mutations_of_others.MUTATIONS]
+MUTATIONS = [
+    *mutations_of_advantages.MUTATIONS,
+    *mutations_of_losses.MUTATIONS,
+    *mutations_of_others.MUTATIONS,
+    *mutations_of_sampling.MUTATIONS,
+]
 
 
 def mutation_params() -> Iterator[object]:
