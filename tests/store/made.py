@@ -18,6 +18,7 @@ from etude.store import (
     TurnRecorded,
 )
 from etude.store.journal.event_records import encode
+from etude.support import EncodedSet, Support, encode_ids
 
 
 def turn(
@@ -25,8 +26,9 @@ def turn(
 ) -> Turn:
     """Return a turn of random tokens, with every optional column."""
     draw = np.random.default_rng([seed, index])
+    ids = draw.integers(0, 1000, tokens)
     completion = Completion(
-        ids=draw.integers(0, 1000, tokens),
+        ids=ids,
         logp=-draw.random(tokens),
         version=np.full(tokens, seed),
         finish_reason="stop",
@@ -34,10 +36,19 @@ def turn(
         raw_logp=-draw.random(tokens),
         top_ids=draw.integers(0, 1000, (tokens, 2)),
         top_logp=-draw.random((tokens, 2)),
+        support=Support.build([_set_with(id) for id in ids.tolist()]),
     )
     prompt = draw.integers(0, 1000, 4)
     shown = Turn(prompt, completion, index, tags=("solver",), reward=reward, anchor=anchor)
     return replace(shown, observed=index % 4 or None, opened=index % 2)
+
+
+def _set_with(id: int) -> EncodedSet | None:
+    """Return a set that an id is in: for every third id it alone, or a large set, or the whole vocabulary."""
+    if id % 3 == 2:
+        return None
+    ids = {id} if id % 3 else {id, *range(500, 800)}
+    return encode_ids(sorted(ids), 10_000)
 
 
 def group(task: int, size: int = 2) -> list[Event]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_ar
 from etude.errors import DataError, StoreError
 from etude.records import Completion, Task, Turn
 from etude.store.journal.blobs import pack_turn, unpack_turn
-from etude.store.journal.event_records import EventRecord, decode, encode
+from etude.store.journal.event_records import EventRecord, decode, encode_whole
 from etude.store.journal.events import TURN_FIELDS, Event
 from etude.store.journal.json_values import check_finite, to_json, to_json_value
 from etude.store.queue.bounds import Bounds, Id, Number
@@ -208,10 +208,10 @@ class EventFields:
 
 
 def encode_event(event: Event) -> dict[str, Any]:
-    """Return the fields of an event, as the journal stores it."""
-    kind, rollout, body, payload = encode(event)
-    document = {"kind": kind, "rollout": rollout, "body": json.loads(body)}
-    return document | {"payload": base64.b64encode(payload).decode()}
+    """Return the fields of an event, as the journal stores it, with large sets in its payload."""
+    record = encode_whole(event)
+    document = {"kind": record.kind, "rollout": record.rollout, "body": json.loads(record.body)}
+    return document | {"payload": base64.b64encode(record.payload).decode()}
 
 
 def decode_event(document: Mapping[str, Any]) -> Event:

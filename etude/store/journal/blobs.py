@@ -11,13 +11,16 @@ The sets of tokens that could be drawn (`etude.support`) are S and N, then the a
 
     index int32 [T] · kind int8 [S] · length int32 [S] · data int32 [N]
 
+A journal stores large sets once, apart from the payloads (`large_sets`).
+
 The alternatives to a token are their number K, then alternative_ids int32 [T, K] · alternative_logp float32 [T, K].
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -41,6 +44,18 @@ _SUPPORT_HEADER = struct.Struct("<QQ")
 _INT = np.dtype("<i4")
 _FLOAT = np.dtype("<f4")
 _BYTE = np.dtype("i1")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedSupport:
+    """A support in a payload: the arrays of its table, and the bytes that they take."""
+
+    index: NDArray[np.int32]  # [T]
+    kind: NDArray[np.int8]  # [S]
+    lengths: NDArray[np.int32]  # [S]
+    data: NDArray[np.int32]  # [N]
+    begin: int
+    end: int
 
 
 ReadSlice: TypeAlias = Callable[[int, int], bytes]
@@ -71,17 +86,46 @@ def pack_turn(turn: Turn) -> bytes:
     columns = (turn.prompt, completion.ids, completion.logp, completion.version, *optional.values())
     parts = [header, *(_bytes(column) for column in columns if column is not None)]
     if support is not None:
-        parts.append(_pack_support(support))
+        lengths = np.diff(support.offsets).astype(np.int32)
+        parts.append(_pack_support(support.index, support.kind, lengths, support.data))
     if completion.alternative_ids is not None and completion.alternative_logp is not None:
         parts.append(_ALTERNATIVES_HEADER.pack(completion.alternative_ids.shape[1]))
         parts += [_bytes(completion.alternative_ids), _bytes(completion.alternative_logp)]
     return b"".join(parts)
 
 
-def _pack_support(support: Support) -> bytes:
-    header = _SUPPORT_HEADER.pack(len(support.kind), len(support.data))
-    lengths = np.diff(support.offsets).astype(np.int32)
-    return b"".join((header, *(_bytes(column) for column in (support.index, support.kind, lengths, support.data))))
+def find_support(payload: bytes) -> PackedSupport | None:
+    """Return the support of a turn as its payload holds it, or None if there is none."""
+    if len(payload) < _HEADER.size or not payload[_HEADER.size - 1] & _SUPPORT:
+        return None
+    prompt, tokens, width, flags = _HEADER.unpack_from(payload)
+    numbers = prompt + 3 * tokens
+    for name, bit in _OPTIONAL.items():
+        if flags & bit:
+            numbers += tokens if name == "raw_logp" else tokens * width
+    return _read_support(payload, _HEADER.size + _INT.itemsize * numbers, tokens)
+
+
+def replace_sets(
+    payload: bytes,
+    packed: PackedSupport,
+    kind: NDArray[np.int8],
+    sets: Sequence[NDArray[np.int32]],
+) -> bytes:
+    """Return the payload with other sets in the table of its support, `packed`."""
+    lengths = np.array([len(each) for each in sets], np.int32)
+    support = _pack_support(packed.index, kind, lengths, np.concatenate(sets))
+    return b"".join((payload[: packed.begin], support, payload[packed.end :]))
+
+
+def _pack_support(
+    index: NDArray[np.int32],
+    kind: NDArray[np.int8],
+    lengths: NDArray[np.int32],
+    data: NDArray[np.int32],
+) -> bytes:
+    header = _SUPPORT_HEADER.pack(len(kind), len(data))
+    return b"".join((header, *(_bytes(column) for column in (index, kind, lengths, data))))
 
 
 def unpack_turn(payload: bytes) -> tuple[NDArray[np.int32], dict[str, Any]]:
@@ -106,7 +150,10 @@ def unpack_turn(payload: bytes) -> tuple[NDArray[np.int32], dict[str, Any]]:
         columns[name] = _read_array(payload, at, name, dtype, int(np.prod(shape))).reshape(shape)
         at += columns[name].nbytes
     if flags & _SUPPORT:
-        columns["support"], at = _unpack_support(payload, at, tokens)
+        packed = _read_support(payload, at, tokens)
+        offsets = np.cumsum([0, *packed.lengths], dtype=np.int64)
+        columns["support"] = Support(packed.index, packed.kind, offsets, packed.data)
+        at = packed.end
     if flags & _ALTERNATIVES:
         columns |= _unpack_alternatives(payload, at, tokens)
     return columns.pop("prompt"), columns
@@ -123,8 +170,9 @@ def _unpack_alternatives(payload: bytes, at: int, tokens: int) -> dict[str, NDAr
     return {"alternative_ids": ids, "alternative_logp": logp}
 
 
-def _unpack_support(payload: bytes, at: int, tokens: int) -> tuple[Support, int]:
-    """Return the support that begins at this byte, and the byte where it ends."""
+def _read_support(payload: bytes, begin: int, tokens: int) -> PackedSupport:
+    """Return the support that begins at this byte."""
+    at = begin
     if at + _SUPPORT_HEADER.size > len(payload):
         raise StoreError("The payload of a turn ends inside its column 'support': it is truncated or overwritten.")
     sets, numbers = _SUPPORT_HEADER.unpack_from(payload, at)
@@ -134,7 +182,7 @@ def _unpack_support(payload: bytes, at: int, tokens: int) -> tuple[Support, int]
         arrays.append(_read_array(payload, at, "support", dtype, count))
         at += arrays[-1].nbytes
     index, kind, lengths, data = arrays
-    return Support(index, kind, np.cumsum([0, *lengths], dtype=np.int64), data), at
+    return PackedSupport(index, kind, lengths, data, begin, at)
 
 
 def _read_array(payload: bytes, at: int, name: str, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

@@ -1,5 +1,5 @@
 """The stored form of events: the kind, the fields as JSON, and the payload as bytes. The payload holds large data: the
-token arrays of a turn, the samples of an evaluation.
+token arrays of a turn, the samples of an evaluation. Large sets of tokens are stored apart from it (`large_sets`).
 
 Each event has two checksums. Its *digest* covers everything written of it, its position included, so that a damaged or
 moved event is refused. Its *chain* covers its digest and the chain of the event before. A missing or replaced event
@@ -14,8 +14,9 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from etude.errors import StoreError
-from etude.store.journal.events import EVENTS, Event, RolloutEvent
+from etude.store.journal.events import EVENTS, Event, RolloutEvent, TurnRecorded
 from etude.store.journal.json_values import to_json
+from etude.store.journal.large_sets import NamedSet, move_sets_out, put_sets_back
 
 
 class EventRecord(NamedTuple):
@@ -27,6 +28,8 @@ class EventRecord(NamedTuple):
     body: str
     """JSON."""
     payload: bytes
+    sets: tuple[NamedSet, ...] = ()
+    """The large sets that the payload only names."""
 
 
 class JournalMark(NamedTuple):
@@ -75,16 +78,25 @@ def chain_records(mark: JournalMark, records: Sequence[EventRecord]) -> Iterator
 
 
 def encode(event: Event) -> EventRecord:
-    """Return the stored form of an event."""
+    """Return the form of an event in which a journal stores it: large sets are apart from the payload."""
+    record = encode_whole(event)
+    if record.kind != TurnRecorded.kind:
+        return record
+    payload, sets = move_sets_out(record.payload)
+    return record._replace(payload=payload, sets=sets) if sets else record
+
+
+def encode_whole(event: Event) -> EventRecord:
+    """Return the stored form of an event with everything in its payload."""
     rollout = event.rollout if isinstance(event, RolloutEvent) else None
     return EventRecord(event.kind, rollout, to_json(event.to_dict()), event.payload())
 
 
 def decode(row: EventRecord) -> Event:
-    """Return the event of a stored form."""
+    """Return the event of a stored form. It must have the sets that its payload names."""
     if row.kind not in EVENTS:
         raise StoreError(
             f"This version of Etude does not know the event kind '{row.kind}'; a newer version wrote it. Read the "
             "journal with that version."
         )
-    return EVENTS[row.kind].from_dict(json.loads(row.body), row.payload)
+    return EVENTS[row.kind].from_dict(json.loads(row.body), put_sets_back(row.payload, dict(row.sets)))

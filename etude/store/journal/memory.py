@@ -11,6 +11,7 @@ from etude.store.journal.blobs import ReadSlice
 from etude.store.journal.event_records import ChainedRecord, EventRecord, JournalMark
 from etude.store.journal.events import TurnRecorded
 from etude.store.journal.journal import Journal, StateRow
+from etude.store.journal.large_sets import names_in
 
 
 class MemoryJournal(Journal):
@@ -21,6 +22,8 @@ class MemoryJournal(Journal):
         super().__init__()
         self._events: list[EventRecord] = []
         self._chains = [0]
+        self._sets: dict[bytes, bytes] = {}
+        """The large sets that payloads name."""
         self._of_kind: defaultdict[str, list[int]] = defaultdict(list)
         self._of_rollout: defaultdict[int, list[int]] = defaultdict(list)
         self._state_rows: dict[tuple[str, int], StateRow] = {}
@@ -47,7 +50,8 @@ class MemoryJournal(Journal):
     def _write(self, events: Mapping[int, ChainedRecord], states: Sequence[StateRow]) -> None:
         for position, (record, _, chain) in events.items():
             self._chains.append(chain)
-            self._events.append(record)
+            self._sets.update(record.sets)
+            self._events.append(record._replace(sets=()) if record.sets else record)
             self._of_kind[record.kind].append(position)
             if record.rollout is not None:
                 self._of_rollout[record.rollout].append(position)
@@ -73,15 +77,23 @@ class MemoryJournal(Journal):
         elif kind is not None:
             positions = self._of_kind.get(kind, [])
         first, last = bisect_right(positions, after), bisect_right(positions, until)
-        return [(position, self._events[position - 1]) for position in positions[first : min(last, first + limit)]]
+        return [(position, self._event(position)) for position in positions[first : min(last, first + limit)]]
 
     def _rollout_sizes(self, rollouts: Sequence[int]) -> dict[int, int]:
-        return {
-            id: sum(len(event.body) + len(event.payload) for event in self._rollout_records([id])) for id in rollouts
-        }
+        sizes = dict.fromkeys(rollouts, 0)
+        for id, position, _ in self._event_kinds(rollouts):
+            event = self._events[position - 1]
+            sizes[id] += len(event.body) + len(event.payload)
+        return sizes
 
     def _rollout_records(self, rollouts: Sequence[int]) -> list[EventRecord]:
-        return [self._events[position - 1] for _, position, _ in self._event_kinds(rollouts)]
+        return [self._event(position) for _, position, _ in self._event_kinds(rollouts)]
+
+    def _event(self, position: int) -> EventRecord:
+        """Return an event with the sets that its payload names."""
+        record = self._events[position - 1]
+        names = names_in(record.payload) if record.kind == TurnRecorded.kind else []
+        return record._replace(sets=tuple((name, self._sets[name]) for name in names)) if names else record
 
     def _payload_slicer(self, position: int) -> ReadSlice:
         payload = self._events[position - 1].payload

@@ -11,6 +11,7 @@ checks its pages and indexes, and the events are counted. So no result lacks an 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sqlite3
@@ -28,7 +29,9 @@ from etude.store.journal import tables
 from etude.store.journal.blobs import ReadSlice
 from etude.store.journal.deferred_signals import defer_signals
 from etude.store.journal.event_records import ChainedRecord, EventRecord, JournalMark, chain_checksum, digest_of
+from etude.store.journal.events import TurnRecorded
 from etude.store.journal.journal import DamagedJournalError, Journal, StateRow, encode_state, state_digest
+from etude.store.journal.large_sets import names_in, set_name
 
 
 class Database(Protocol):
@@ -101,10 +104,10 @@ class SqlJournal(Journal):
             self._connection = opened.enter_context(engine.connect())
             if not read_only:
                 locks.callback(database.lock(self._connection.exec_driver_sql))
-            self._insert_event, self._insert_payload, self._upsert_state = (
-                _compile_sql(statement, self._connection)
-                for statement in (tables.INSERT_EVENT, tables.INSERT_PAYLOAD, tables.UPSERT_STATE)
-            )
+            self._insert_event = _compile_sql(tables.INSERT_EVENT, self._connection)
+            self._insert_payload = _compile_sql(tables.INSERT_PAYLOAD, self._connection)
+            self._insert_set = _compile_sql(tables.INSERT_SET, self._connection)
+            self._upsert_state = _compile_sql(tables.UPSERT_STATE, self._connection)
             with self._explain_damage("opened"):
                 self._prepare()
             self._opened = opened.pop_all()
@@ -228,6 +231,10 @@ class SqlJournal(Journal):
             ]
             if payloads:
                 self._connection.exec_driver_sql(self._insert_payload, payloads)
+            sets = {name: data for record, _, _ in events.values() for name, data in record.sets}
+            if sets:
+                set_rows = [{"digest": name, "data": data} for name, data in sets.items()]
+                self._connection.exec_driver_sql(self._insert_set, set_rows)
             newest = max(events)
             self._end = JournalMark(newest, events[newest].chain)
             self._set_facts(end=_format_mark(self._end))
@@ -256,7 +263,8 @@ class SqlJournal(Journal):
             positions = [row.position for row in page if row.size]
             rows = self._connection.execute(tables.FIND_PAYLOADS, {"positions": positions}) if positions else ()
             payloads = {row.position: row.payload for row in rows}
-            return [(row.position, self._verified(row, payloads.get(row.position, b""))) for row in page]
+            records = [self._verified(row, payloads.get(row.position, b"")) for row in page]
+            return [(row.position, record) for row, record in zip(page, self._with_sets(records), strict=True)]
 
     def _rollout_sizes(self, rollouts: Sequence[int]) -> dict[int, int]:
         with self._explain_damage():
@@ -265,7 +273,8 @@ class SqlJournal(Journal):
     def _rollout_records(self, rollouts: Sequence[int]) -> list[EventRecord]:
         with self._explain_damage():
             rows = self._select(tables.FIND_OF_ROLLOUTS, "rollouts", rollouts)
-            return [self._verified(row, row.payload or b"") for row in sorted(rows, key=attrgetter("position"))]
+            ordered = sorted(rows, key=attrgetter("position"))
+            return self._with_sets([self._verified(row, row.payload or b"") for row in ordered])
 
     def _refuse_gaps(self, page: Sequence[Row[Any]], after: int, last: int) -> None:
         """Refuse events if one is missing, or is in the place of another."""
@@ -285,6 +294,27 @@ class SqlJournal(Journal):
             raise self._damaged(f"its event at position {row.position} does not match its checksum")
         return record
 
+    def _with_sets(self, records: list[EventRecord]) -> list[EventRecord]:
+        """Add the sets that the payloads name. A missing or changed one is refused."""
+        named = [names_in(record.payload) if record.kind == TurnRecorded.kind else [] for record in records]
+        wanted = list({name for names in named for name in names})
+        if not wanted:
+            return records
+        rows = self._select(tables.FIND_SETS, "names", wanted)
+        intact = {row.digest: row.data for row in rows if set_name(row.data) == row.digest}
+        for record, names in zip(records, named, strict=True):
+            for name in names:
+                if name not in intact:
+                    turn = json.loads(record.body)["turn"]["index"]
+                    raise self._damaged(
+                        f"the set {name.hex()} that turn {turn} of rollout {record.rollout} names is not in it, or is "
+                        "not what was stored"
+                    )
+        return [
+            record._replace(sets=tuple((name, intact[name]) for name in names))
+            for record, names in zip(records, named, strict=True)
+        ]
+
     def _payload_slicer(self, position: int) -> ReadSlice:
         return self._database.payload_slicer(self._connection.connection.driver_connection, position)
 
@@ -302,7 +332,7 @@ class SqlJournal(Journal):
         with self._explain_damage():
             return {row.id: self._body(row) for row in self._select(tables.FIND_STATES, "ids", ids, kind=kind)}
 
-    def _select(self, query: Select[Any], name: str, values: Sequence[int], **others: str) -> list[Row[Any]]:
+    def _select(self, query: Select[Any], name: str, values: Sequence[int | bytes], **others: str) -> list[Row[Any]]:
         """Return the rows of a query with these values, which may be too many for one statement."""
         step = tables.MAX_BOUND_VALUES
         chunks = (values[first : first + step] for first in range(0, len(values), step))

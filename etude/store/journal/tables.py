@@ -56,6 +56,12 @@ BLOBS = Table(
     Column("position", _NUMBER, primary_key=True, autoincrement=False),
     Column("payload", LargeBinary, nullable=False),
 )
+SETS = Table(
+    "sets",
+    TABLES,
+    Column("digest", LargeBinary, primary_key=True),  # the name of the set (`large_sets`), a hash of its data
+    Column("data", LargeBinary, nullable=False),
+)
 STATES = Table(
     "states",
     TABLES,
@@ -73,6 +79,7 @@ UPSERT_STATE = text(
     "INSERT INTO states (kind, id, phase, use, body, digest) VALUES (:kind, :id, :phase, :use, :body, :digest) "
     "ON CONFLICT (kind, id) DO UPDATE SET phase = excluded.phase, body = excluded.body, digest = excluded.digest"
 )
+INSERT_SET = text("INSERT INTO sets (digest, data) VALUES (:digest, :data) ON CONFLICT (digest) DO NOTHING")
 UPSERT_FACT = text(
     "INSERT INTO facts (name, value) VALUES (:name, :value) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 )
@@ -105,6 +112,7 @@ FIND_TURN_BODIES = select(EVENTS.c.position, EVENTS.c.rollout, EVENTS.c.body).wh
     EVENTS.c.kind.concat("") == TurnRecorded.kind,  # of the column itself, SQLite would scan the index
 )
 FIND_PAYLOADS = select(BLOBS).where(BLOBS.c.position.in_(bindparam("positions", expanding=True)))
+FIND_SETS = select(SETS).where(SETS.c.digest.in_(bindparam("names", expanding=True)))
 _OF_KIND = select(STATES).where(STATES.c.kind == bindparam("kind"))
 FIND_STATES = _OF_KIND.where(STATES.c.id.in_(bindparam("ids", expanding=True)))
 FIND_PHASES = _OF_KIND.where(  # not ordered, since SQLite would then scan all rows

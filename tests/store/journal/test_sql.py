@@ -487,6 +487,7 @@ def test_every_query_uses_an_index(path: Path) -> None:
         "SEARCH events USING INDEX events_of_rollout (rollout=?)",
         "SEARCH blobs USING INTEGER PRIMARY KEY (rowid=?)",
         "SEARCH blobs USING INTEGER PRIMARY KEY (rowid=?) LEFT-JOIN",
+        "SEARCH sets USING INDEX sqlite_autoindex_sets_1 (digest=?)",
         "SEARCH states USING INDEX sqlite_autoindex_states_1 (kind=? AND id=?)",
         "SEARCH states USING INDEX sqlite_autoindex_states_1 (kind=? AND id<?)",  # the greatest
         "SEARCH states USING INDEX sqlite_autoindex_states_1 (kind=? AND id>?)",
