@@ -39,7 +39,7 @@ PART ?=
 
 # How often `make chaos` kills a run, and what `make bench` measures.
 KILLS ?= 50
-BENCH ?= algorithms train_step train_engines adapters rollout rollout_queue agents grpo_vs_trl growth sync crews asynchronous plan view
+BENCH ?= algorithms train_step train_engines adapters rollout filters rollout_queue agents grpo_vs_trl growth sync crews asynchronous plan view
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check test coverage smoke integration soak durations venv environments chaos lint bench gpu docs clean
