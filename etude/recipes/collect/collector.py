@@ -353,7 +353,7 @@ class Collector:
         zero_variance = admit.zero_variance == len(admit.tasks)
         totals = [rollout.total for rollout in scored]
         self._builder.warnings.warn_about_step(admit.step, self._statistics, totals, zero_variance=zero_variance)
-        metrics = self._statistics.metrics(episodic=self._builder.episodic)
+        metrics = self._statistics.metrics(episodic=self._builder.episodic, tempered=self._builder.tempered)
         metrics.merge(self._judge.pop_metrics())
         metrics.merge(self._requested.pop_metrics())
         groups = self._builder.groups(admit.step, scored, self._baselines, metrics)

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from etude.errors import CollectionError
 from etude.observe import Mean, Metrics, Sum, format_seconds, get_logger
 from etude.recipes.collect.rollouts import PlayedRollout
@@ -35,6 +37,10 @@ class CollectionStatistics:
     """Seconds spent in environments and tools."""
     calls: int = 0
     failed_calls: int = 0
+    bound_tokens: int = 0
+    """Tokens that were drawn from a set."""
+    kept_mass: float = 0.0
+    """Sum over these tokens of the model's own probability of the set."""
 
     def add_attempt(self, played: PlayedRollout) -> None:
         """Count the cost of an attempt, of any outcome, and its failure."""
@@ -42,7 +48,11 @@ class CollectionStatistics:
         if played.verdict.failed_part:
             self.failed_parts[played.verdict.failed_part] += 1
         self.judging_seconds += played.verdict.seconds
-        self.tokens += sum(len(turn.completion.ids) for turn in played.turns)
+        for completion in (turn.completion for turn in played.turns):
+            self.tokens += len(completion.ids)
+            if completion.support is not None and completion.raw_logp is not None:
+                self.bound_tokens += len(completion.ids)
+                self.kept_mass += float(np.exp(completion.raw_logp.astype(np.float64) - completion.logp).sum())
         self.environment_seconds += played.waited
         self.calls += played.calls
         self.failed_calls += played.failed_calls
@@ -71,8 +81,9 @@ class CollectionStatistics:
             f"{self.error}{between}Fix that; a run that is started again continues from here."
         )
 
-    def metrics(self, *, episodic: bool = False) -> Metrics:
-        """Return the metrics. episodic: rollouts may have several turns."""
+    def metrics(self, *, episodic: bool = False, tempered: bool = False) -> Metrics:
+        """Return the metrics. episodic: rollouts may have several turns. tempered: the temperature is not 1, so that
+        the model's own distribution does not tell the mass of a set."""
         metrics = Metrics(
             {
                 "sampled_tokens": Sum.of(self.tokens),
@@ -86,6 +97,8 @@ class CollectionStatistics:
             metrics.add("environment_seconds", Sum.of(self.environment_seconds))
             metrics.add("tool_calls", Sum.of(self.calls))
             metrics.add("failed_tool_calls", Sum.of(self.failed_calls))
+        if self.bound_tokens and not tempered:
+            metrics.add("support/kept_mass", Mean.over(self.kept_mass, self.bound_tokens))
         for cause, count in self.failed.items():
             metrics.add(f"failed_attempts/{cause}", Sum.of(count))
         for part, count in self.failed_parts.items():

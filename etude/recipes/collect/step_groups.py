@@ -31,6 +31,8 @@ class StepGroupsBuilder:
     max_staleness: int
     batch_columns: Mapping[str, str] = field(default_factory=dict)
     """Columns of the batch, by the columns of the data that they are read from."""
+    tempered: bool = False
+    """True if the sampling temperature is not 1."""
 
     def rollout_id(self, task: int, sample: int) -> int:
         """Return the id of a rollout, which is unique in the run."""

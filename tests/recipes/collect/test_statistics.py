@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from etude.observe import configure_logging
+from etude.recipes.collect.rollouts import PlayedRollout
 from etude.recipes.collect.statistics import CollectionStatistics, CollectionWarnings
+from etude.records import Completion, Turn
+from etude.rewards import Verdict
+from etude.support import Support, encode_ids
 
 
 def warnings_of(
@@ -85,3 +90,15 @@ def test_the_rate_of_failures_is_a_share_of_attempts() -> None:
     result = statistics.metrics().reduce()
     assert result["failed_share"] == 0.25 and result["failed_parts/style"] == 3
     assert "failed_share" not in CollectionStatistics().metrics().reduce(), "without attempts there is no share"
+
+
+def test_the_models_own_probability_of_the_sets_is_measured_at_temperature_1() -> None:
+    support = Support.build([encode_ids([3, 5], 9), None])
+    columns = np.log(np.array([[0.4, 0.5], [0.2, 0.5]], np.float32))
+    completion = Completion(
+        np.array([3, 4], np.int32), columns[0], np.zeros(2, np.int32), "stop", raw_logp=columns[1], support=support
+    )
+    statistics = CollectionStatistics()
+    statistics.add_attempt(PlayedRollout((Turn(np.zeros(1, np.int32), completion, 0),), Verdict(1.0)))
+    assert statistics.metrics().reduce()["support/kept_mass"] == pytest.approx((0.5 + 1) / 2)
+    assert "support/kept_mass" not in statistics.metrics(tempered=True).reduce()

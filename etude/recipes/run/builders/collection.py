@@ -44,6 +44,7 @@ def step_groups_builder(run: Run, warnings: CollectionWarnings) -> StepGroupsBui
         run.collect,
         warnings,
         episodic=run.is_episodic,
+        tempered=run.sampling.temperature != 1,
         greedy=run.has_greedy_baseline,
         tags=run.agent.tags,
         max_staleness=run.max_staleness,
