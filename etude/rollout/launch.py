@@ -44,15 +44,18 @@ def start_servers(
     """Start or join the servers that the options name, and return them ready.
 
     They begin with the weights in the directory `model`, as version 0. logs: the directory of their logs. threads: the
-    threads of a server on a CPU. enable_sleep: true if servers must be able to give their memory up. plugin_path,
-    adapters: see `LaunchSpec`. console: shows the progress of the start.
+    threads of a server on a CPU. enable_sleep: true if servers must be able to give their memory up, and get all
+    weights again before they go on. plugin_path, adapters: see `LaunchSpec`. console: shows the progress of the start.
     """
     shape = ModelShape.read(model)
     backend = config.create_backend(0 if adapters is None else adapters.held)
+    backend.discards_weights = enable_sleep and adapters is None and not config.url
     joined_key = read_api_key(config.api_key_env, "the servers in `rollout.url`")
     targets: list[tuple[str, LaunchSpec | None, str]] = [(url, None, joined_key) for url in config.url]
     if not config.url:
         python = find_python(config, device, console)
+        if enable_sleep and device == "cuda":
+            backend.check_sleep(python)
         common = LaunchSpec(
             config,
             model.resolve(),

@@ -60,6 +60,9 @@ class Replica:
         self.stale_reason = ""
         """The reason that it lacks the newest weights. It is brought to them when it is healthy."""
         self._is_paused = self._is_asleep = False
+        self._wants_cache = True
+        self._lacks_cache = False
+        """True if it is awake without memory for keys and values, until it has new weights."""
         self._load_lock = asyncio.Lock()
         self._state_lock = asyncio.Lock()
         self._next_retry = 0.0
@@ -122,18 +125,21 @@ class Replica:
             self.stale_reason = ""
         self._retry_delay = RETRY_DELAY
 
-    def set_desired_state(self, paused: bool | None, asleep: bool | None) -> None:
+    def set_desired_state(self, paused: bool | None, asleep: bool | None, cached: bool = False) -> None:
         """Set the desired state where it is given; `reconcile` brings it about."""
         if paused is not None:
             self.wants_paused = paused  # a weight sender may have resumed it
             self._is_paused = not paused
         if asleep is not None:
             self.wants_asleep = asleep
+            self._wants_cache = False
+        self._wants_cache |= cached
 
     async def reconcile(self) -> None:
         """Bring the server to its desired state. A server that does not answer is left for later."""
         async with self._state_lock:
-            if (self.wants_paused, self.wants_asleep) == (self._is_paused, self._is_asleep):
+            needs_cache = self._wants_cache and self._lacks_cache
+            if (self.wants_paused, self.wants_asleep) == (self._is_paused, self._is_asleep) and not needs_cache:
                 return
             if not self.server.is_up and not await self.server.is_healthy():
                 return
@@ -141,12 +147,17 @@ class Replica:
                 if self._is_asleep and not self.wants_asleep:
                     await self.server.wake()
                     self._is_asleep = False
+                    self._lacks_cache = self.server.backend.discards_weights
+                if self._lacks_cache and self._wants_cache and not self.wants_asleep:
+                    await self.server.wake_cache()
+                    self._lacks_cache = False
                 if self._is_paused != self.wants_paused:
                     await (self.server.pause() if self.wants_paused else self.server.resume())
                     self._is_paused = self.wants_paused
                 if self.wants_asleep and not self._is_asleep:
                     await self.server.sleep()
                     self._is_asleep = True
+                    self._lacks_cache = False
             except ServerUnreachableError:
                 return
             except EtudeError:
@@ -169,7 +180,7 @@ class Replica:
                     command = " ".join(backend.command(launch, node))
                     get_logger("rollout").info("Start node %d of the replica on its machine: %s", node, command)
                 await self._wait_until_ready()
-            self._is_paused = self._is_asleep = False
+            self._is_paused = self._is_asleep = self._lacks_cache = False
         async with self._load_lock:
             await self._connect()
             if source is not None and not self._adapters:

@@ -113,6 +113,8 @@ class ServerBackend(ABC):
         that go on with new weights."""
         self.adapters = adapters
         self.kv = kv
+        self.discards_weights = False
+        """True if sleep drops the weights, because all of them are sent again before the next request."""
 
     # -- how it is spoken to ------------------------------------------------------------------------------------------
 
@@ -223,13 +225,20 @@ class ServerBackend(ABC):
     async def abort(self, client: HttpClient) -> None:
         """End all requests under way."""
 
+    def check_sleep(self, python: Path) -> None:  # noqa: B027
+        """Refuse a Python with which a server cannot give its memory up."""
+
     async def sleep(self, client: HttpClient) -> None:
         """Give the memory of weights, keys and values back."""
         await client.post(self.sleep_path)
 
     async def wake(self, client: HttpClient) -> None:
-        """Allocate the memory again."""
+        """Allocate the memory again; with `discards_weights` that of weights alone, until `wake_cache`."""
         await client.post(self.wake_path)
+
+    @abstractmethod
+    async def wake_cache(self, client: HttpClient) -> None:
+        """Allocate the memory of keys and values again, which `wake` left out so that new weights have room."""
 
     @abstractmethod
     async def set_version_label(self, client: HttpClient, version: int) -> None:

@@ -233,6 +233,10 @@ class ServerEngine(ServerClient):
         """Allocate the memory again."""
         await self.backend.wake(self)
 
+    async def wake_cache(self) -> None:
+        """Allocate the memory of keys and values again; see `ServerBackend.wake_cache`."""
+        await self.backend.wake_cache(self)
+
     # -- for the weight sender ----------------------------------------------------------------------------------------
 
     async def drain(self, timeout: float = 600.0) -> None:

@@ -170,8 +170,12 @@ class ServerPool:
         await self._run(self._reconcile(asleep=True))
 
     async def wake(self) -> None:
-        """Have the servers allocate their memory again."""
+        """Have the servers allocate their memory again; see `ServerBackend.wake`."""
         await self._run(self._reconcile(asleep=False))
+
+    async def wake_cache(self) -> None:
+        """Have the servers allocate the rest, once they have new weights."""
+        await self._run(self._reconcile(cached=True))
 
     def stats(self) -> Metrics:
         """Return the metrics since the last call, and the current load."""
@@ -363,11 +367,11 @@ class ServerPool:
             raise errors[0]
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def _reconcile(self, *, paused: bool | None = None, asleep: bool | None = None) -> None:
+    async def _reconcile(self, *, paused: bool | None = None, asleep: bool | None = None, cached: bool = False) -> None:
         """Bring every server with a running process to this state; the others when they are back."""
         replicas = [replica for replica in self.replicas if not replica.lost_reason]
         for replica in replicas:
-            replica.set_desired_state(paused, asleep)
+            replica.set_desired_state(paused, asleep, cached)
         reconciling = (replica.reconcile() for replica in replicas if replica.is_running)
         results = await asyncio.gather(*reconciling, return_exceptions=True)
         if errors := [error for error in results if error is not None]:

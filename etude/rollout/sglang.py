@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, ClassVar
 
 from etude.errors import ConfigError, EngineError
@@ -45,7 +47,7 @@ class SglangBackend(SglangWeights):
             args += ["--mem-fraction-static", f"{config.gpu_memory_utilization:g}"]
         if launch.kv_tokens is not None:
             args += ["--max-total-tokens", str(launch.kv_tokens)]
-        if launch.enable_sleep:
+        if launch.enable_sleep and launch.device == "cuda":
             args.append("--enable-memory-saver")
         if self.kv == "keep":
             args.append(NO_OVERLAP)
@@ -73,6 +75,18 @@ class SglangBackend(SglangWeights):
     def context_length(self, models: Mapping[str, Any]) -> int:
         """Return its context length, less the tokens that no prompt may use."""
         return super().context_length(models) - RESERVED_TOKENS
+
+    def check_sleep(self, python: Path) -> None:
+        """Refuse a Python without the package by which SGLang gives memory up; the server would end at its start."""
+        found = subprocess.run(
+            [python, "-c", "import torch_memory_saver"], capture_output=True, check=False, timeout=60
+        )
+        if found.returncode:
+            raise ConfigError(
+                f"`train.offload` has SGLang give its memory up, which it does by the package torch_memory_saver, and "
+                f"{python} cannot import it. Install it there (`pip install torch_memory_saver`), or leave "
+                f"`train.offload` out."
+            )
 
     async def get_server_version(self, client: HttpClient) -> str:
         return str(json.loads(await client.get("/server_info"))["version"])

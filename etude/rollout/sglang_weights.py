@@ -47,6 +47,12 @@ class SglangWeights(ServerBackend):
         """Pause in place, or with `kv=recompute` put the requests under way back into the queue without their cache."""
         await client.post("/pause_generation", {"mode": "in_place" if self.kv == "keep" else "retract"})
 
+    async def wake(self, client: HttpClient) -> None:
+        await client.post(self.wake_path, {"tags": ["weights"]} if self.discards_weights else None)
+
+    async def wake_cache(self, client: HttpClient) -> None:
+        await client.post(self.wake_path, {"tags": ["kv_cache", "cuda_graph"]})
+
     async def abort(self, client: HttpClient) -> None:
         await client.post("/abort_request", {"rid": "", "abort_all": True})
 

@@ -42,7 +42,7 @@ class VllmWeights(ServerBackend):
 
     label_path: ClassVar[str] = "/weight_info"
     resume_path: ClassVar[str] = "/resume"
-    sleep_path: ClassVar[str] = "/sleep?level=1"  # the weights go to the CPU's memory
+    sleep_path: ClassVar[str] = "/sleep?level=1"  # the weights go to the CPU's memory; level 2 drops them
     wake_path: ClassVar[str] = "/wake_up"
     update_paths: ClassVar[tuple[str, str]] = "/start_weight_update", "/finish_weight_update"
     adapters_path: ClassVar[str] = "/v1"
@@ -66,6 +66,15 @@ class VllmWeights(ServerBackend):
 
     async def abort(self, client: HttpClient) -> None:
         await client.post("/abort_requests")
+
+    async def sleep(self, client: HttpClient) -> None:
+        await client.post("/sleep?level=2" if self.discards_weights else self.sleep_path)
+
+    async def wake(self, client: HttpClient) -> None:
+        await client.post(f"{self.wake_path}?tags=weights" if self.discards_weights else self.wake_path)
+
+    async def wake_cache(self, client: HttpClient) -> None:
+        await client.post(f"{self.wake_path}?tags=kv_cache")
 
     async def set_version_label(self, client: HttpClient, version: int) -> None:
         await client.post("/update_weight_version", {"new_version": str(version)})

@@ -51,6 +51,8 @@ class State:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.label, self.running = options, "default", 0
         self.asleep = False
+        self.orders: list[str] = []
+        """The requests that changed its memory or its weights, in order."""
         self.carried: dict[str, int] = {}
         """What each weight that was brought sums up to, and below, the buckets that they were brought in."""
         self.buckets: set[str] = set()
@@ -90,6 +92,7 @@ class Handler(BaseHTTPRequestHandler):
                 "paused": not self.state.goes_on.is_set(),
                 "asleep": self.state.asleep,
                 "model": self.state.model,
+                "orders": self.state.orders,
             },
             "/is_sleeping": {"is_sleeping": self.state.asleep or not self.state.goes_on.is_set()},
             "/weight_info": {"weight_version": self.state.label},
@@ -114,6 +117,8 @@ class Handler(BaseHTTPRequestHandler):
         path, state = self.path.partition("?")[0], self.state
         if self.unknown():
             return
+        if path in ("/sleep", "/wake_up", "/collective_rpc"):
+            state.orders.append(self.path)
         if path == "/inference/v1/generate":
             self.write(body["token_ids"], body["sampling_params"])
             return

@@ -86,6 +86,28 @@ def test_the_desired_state_reaches_servers_that_were_away(tmp_path: Path, monkey
         assert states(engine) == [(False, False)] * 2 and engine.stats().reduce()["engine/restarts"] == 0
 
 
+def test_a_server_drops_its_weights_in_sleep_and_gets_its_cache_after_new_ones(tmp_path: Path) -> None:
+    """So that weights and their new copy never meet keys and values. One that was restarted has all memory already."""
+
+    async def orders(server: ServerEngine) -> list[str]:
+        return list(json.loads(await server.get("/state"))["orders"])
+
+    with served(tmp_path, enable_sleep=True) as engine:
+        asyncio.run(engine.sleep())
+        asyncio.run(engine.wake())
+        asyncio.run(engine.load(weights(tmp_path / "new", 6), 1))
+        asyncio.run(engine.wake_cache())
+        asyncio.run(engine.wake_cache())
+        expected_orders = ["/sleep?level=2", "/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"]
+        assert asyncio.run(engine.run_on_all(orders)) == [expected_orders]
+        assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4, 6)
+        os.kill(pids(tmp_path)[0], signal.SIGKILL)
+        until(lambda: not engine.servers[0].is_up)
+        until(lambda: engine.servers[0].is_up)
+        asyncio.run(engine.wake_cache())
+        assert asyncio.run(engine.run_on_all(orders)) == [[]]
+
+
 def test_a_server_that_dies_asleep_is_restarted_at_wake_on_a_free_port(tmp_path: Path) -> None:
     with served(tmp_path) as engine:
         asyncio.run(engine.sleep())

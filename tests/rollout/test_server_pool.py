@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,15 @@ def python(directory: Path) -> Path:
 
 
 @contextmanager
-def served(directory: Path, **options: Any) -> Iterator[ServerPool]:
+def served(directory: Path, *, enable_sleep: bool = False, **options: Any) -> Iterator[ServerPool]:
     """Start servers with the salt 5."""
     options = {"python": python(directory), "restarts": 1, "start_timeout": 60.0} | options
     config = VllmConfig(**options)
     model = weights(directory / "model", 5)
-    with start_servers(config, model, None, dtype="float32", device="cpu", logs=directory / "logs") as engine:
+    logs = directory / "logs"
+    with start_servers(
+        config, model, None, dtype="float32", device="cpu", logs=logs, enable_sleep=enable_sleep
+    ) as engine:
         yield engine
 
 
@@ -492,6 +495,7 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     assert variables["CUDA_VISIBLE_DEVICES"] == "" and "--enforce-eager" in line and "-rotary_embedding" in line
     assert "-rotary_embedding" not in command()[0]
     assert "--enable-sleep-mode" in command(enable_sleep=True)[0]
+    assert "--enable-memory-saver" in command(enable_sleep=True, kind=SglangConfig)[0]
     nodes = {"nodes": 2, "tensor_parallel": 4, "rendezvous": "10.0.0.1:2900"}
     first, other = command(**nodes)[0], command(node=1, **nodes)[0]
     assert "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 2900" in first and "--headless" not in first
@@ -503,6 +507,17 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     assert "--max-lora-rank 9 --enable-lora --max-loras-per-batch 3 --lora-target-modules q_proj v_proj" in line
     with pytest.raises(ConfigError, match=r"adapter rank is 513, and vLLM takes 512 at most. Lower `lora\.rank`"):
         command(adapters=AdapterSpec(3, 513))
+
+
+def test_a_python_without_the_memory_saver_is_refused_before_a_start(tmp_path: Path) -> None:
+    backend = SglangConfig().create_backend()
+    for code in (0, 1):
+        python = tmp_path / f"python{code}"
+        python.write_text(f'#!/bin/sh\ntest "$2" = "import torch_memory_saver" && exit {code}\n')
+        python.chmod(0o755)
+        refused = pytest.raises(ConfigError, match=r"python1 cannot import it\. Install it") if code else nullcontext()
+        with refused:
+            backend.check_sleep(python)
 
 
 def test_conflicting_options_are_refused() -> None:

@@ -34,7 +34,8 @@ from etude.recipes.run.directory import SERVER_LOGS
 from etude.recipes.run.machine.placement import gpus_of_servers
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.recipes.workers.weight_sender import SendPlan, ServerUpdate
-from etude.rollout import ServerConfig, ServerPool
+from etude.rollout import ServerConfig, ServerPool, VllmConfig
+from etude.rollout.gpu_share import share_beside_rank
 from etude.rollout.held_adapters import AdapterSpec, adapter_count
 from etude.rollout.launch import Device, Dtype, start_servers
 from etude.rollout.server_engine import ServerEngine
@@ -83,6 +84,8 @@ class WeightPublisher:
         if self._sleeps:
             asyncio.run(self._served.wake())
         metrics = self._send_direct(version) if self._plan.ranks else self._publish_files(version)
+        if self._sleeps:
+            asyncio.run(self._served.wake_cache())
         metrics.add("publish_ms", Sum.of(1e3 * (time.perf_counter() - begun)))
         metrics.add("publish_debt", Max.of(version - self._served.oldest_version))
         return metrics
@@ -187,6 +190,8 @@ def serve_run(
     assert tokenizer_path is not None, "a run has a model"
     if device == "cuda":
         config = config.model_copy(update={"devices": gpus_of_servers(config, run.own_gpus)})
+        if sleeps and isinstance(config, VllmConfig):
+            config = share_gpus(config, crew, run.ranks)
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir(parents=True)
     try:
@@ -255,6 +260,15 @@ def build_send_plan(config: ServerConfig, crew: Crew, *, untied: bool, alone: bo
         address=config.address,
     )
     return SendPlan(sync, able, untied=False)
+
+
+def share_gpus(config: VllmConfig, crew: Crew, ranks: int) -> VllmConfig:
+    """Return the options with a share of memory that the ranks on the same GPUs leave, unless one is given."""
+    if config.url or config.gpu_memory_utilization is not None or not set(config.devices) & set(range(ranks)):
+        return config
+    memory = crew.call(PolicyWorker.free_gpu_memory)
+    shares = [share_beside_rank(*memory[gpu]) for gpu in set(config.devices) if gpu < ranks]
+    return config.model_copy(update={"gpu_memory_utilization": min(shares)})
 
 
 def server_device_kind(device: torch.device) -> Device:

@@ -307,6 +307,12 @@ class PolicyWorker(CheckpointedWorker):
         return machine_id()  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
+    def free_gpu_memory(self) -> list[tuple[int, int]]:
+        """Return the free and the total bytes of each rank's GPU, once torch has given back what it does not use."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._learner.model.device)  # type: ignore[return-value]
+
+    @dispatch_mode(gather=Gather.ALL)
     def send_weights(
         self, servers: Mapping[int, ServerAddress], version: int, plan: SendPlan, restarted: bool = False
     ) -> list[SendResult]:
