@@ -288,9 +288,12 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _train_or_run_agents(run: Any) -> None:
     """Train a run; with ETUDE_ROLE=runner, run its agent for the trainer instead."""
-    from etude.config.env import read_role
+    from etude.config.env import prefer_expandable_segments, read_role
     from etude.recipes.run.loop import train
 
+    servers = run.servers
+    if servers is None or servers.weight_transport != "ipc":  # handles of such segments differ between torch's versions
+        prefer_expandable_segments()
     if read_role() is not None:
         from etude.agents.agent import load_agent
         from etude.agents.execution.runner_process import serve_if_runner

@@ -222,6 +222,15 @@ def build_runner_env() -> dict[str, str]:
     return build_program_env({"ETUDE_ROLE": "runner"})
 
 
+def prefer_expandable_segments() -> None:
+    """Have torch's allocator on a GPU take its memory in segments that grow, unless the environment sets its options.
+
+    A large block, such as a KV cache after an update, then fits where many small ones were.
+    """
+    if not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
 def visible_gpus(numbers: Sequence[int]) -> str:
     """Return the CUDA_VISIBLE_DEVICES by which a child process sees these GPUs, counted among those seen here.
 

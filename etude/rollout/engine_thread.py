@@ -168,6 +168,12 @@ def to_engine_error(error: Exception, config: TorchEngineConfig) -> EngineError:
     return engine_error
 
 
+def return_unused_memory(device: torch.device) -> None:
+    """Give back the memory of a GPU that torch keeps and does not use."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 _SOFT = 1  # omp_pause_soft: settings stay, workers go
 
 

@@ -43,7 +43,13 @@ from etude.rollout.batch_invariance import (
 )
 from etude.rollout.block_pool import BlockPool, KeptStates
 from etude.rollout.config import TorchEngineConfig
-from etude.rollout.engine_thread import EngineCommands, WeightCopy, release_omp_workers, to_engine_error
+from etude.rollout.engine_thread import (
+    EngineCommands,
+    WeightCopy,
+    release_omp_workers,
+    return_unused_memory,
+    to_engine_error,
+)
 from etude.rollout.kv_cache import count_blocks, count_slots
 from etude.rollout.request import Delta, Request, check_request
 from etude.rollout.sampling import sample_tokens
@@ -387,9 +393,11 @@ class TorchEngine:
             raise EngineError(f"The engine cannot sleep while {under_way} requests are under way: await or abort them.")
         self._cache = None
         self._resident.clear()
+        return_unused_memory(self.model.device)
 
     def _wake(self) -> None:
         if self._cache is None:
+            return_unused_memory(self.model.device)  # many small blocks of an update leave no room for a large one
             self._cache = self._allocate()
             self._scheduler = self._new_scheduler(self._scheduler.version, self._scheduler.stats)
             self._resident.refresh()

@@ -223,3 +223,17 @@ def test_a_server_gets_no_expandable_segments(
         monkeypatch.setenv(name, options)
     given = env.build_server_env({})
     assert [given.get(name) for name in env.ALLOCATOR_VARIABLES] == [inherited] * 2
+
+
+@pytest.mark.parametrize("given", [None, "max_split_size_mb:64"])
+@pytest.mark.parametrize("name", env.ALLOCATOR_VARIABLES)
+def test_segments_grow_unless_the_allocator_has_options(
+    name: str, given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in env.ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(variable, "")
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    env.prefer_expandable_segments()
+    expected = "expandable_segments:True" if given is None else given if name == env.ALLOCATOR_VARIABLES[0] else ""
+    assert os.environ[env.ALLOCATOR_VARIABLES[0]] == expected

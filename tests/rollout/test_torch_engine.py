@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Coroutine
@@ -239,6 +240,17 @@ def test_sleep_frees_the_memory_and_wake_allocates_it_again() -> None:
             engine.generate_all([prompt_of(40)], [SamplingParams(max_tokens=5)])
         run(engine.wake())
         assert same(engine.generate_all([prompt_of(40)], [SamplingParams(max_tokens=5, seed=1)])[0], before)
+
+
+def test_unused_memory_is_returned_after_sleep_and_before_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server or the trainer gets what the cache took, and the cache finds room in one piece."""
+    with engine_of(kv_gib=0.05) as engine:
+        seen: list[tuple[str, bool]] = []
+        module = sys.modules[TorchEngine.__module__]
+        monkeypatch.setattr(module, "return_unused_memory", lambda d: seen.append((d.type, engine._cache is None)))
+        run(engine.sleep())
+        run(engine.wake())
+        assert seen == [("cpu", True)] * 2
 
 
 @pytest.mark.skipif(
