@@ -59,10 +59,8 @@ class Replica:
         """The desired state. A server that is away gets it when it is back."""
         self.stale_reason = ""
         """The reason that it lacks the newest weights. It is brought to them when it is healthy."""
-        self._is_paused = self._is_asleep = False
-        self._wants_cache = True
-        self._lacks_cache = False
-        """True if it is awake without memory for keys and values, until it has new weights."""
+        # it lacks its cache while it is awake without memory for keys and values, until it has new weights
+        self._is_paused = self._is_asleep = self._wants_cache = self._lacks_cache = False
         self._load_lock = asyncio.Lock()
         self._state_lock = asyncio.Lock()
         self._next_retry = 0.0
@@ -132,7 +130,6 @@ class Replica:
             self._is_paused = not paused
         if asleep is not None:
             self.wants_asleep = asleep
-            self._wants_cache = False
         self._wants_cache |= cached
 
     async def reconcile(self) -> None:
@@ -148,7 +145,7 @@ class Replica:
                     await self.server.wake()
                     self._is_asleep = False
                     self._lacks_cache = self.server.backend.discards_weights
-                if self._lacks_cache and self._wants_cache and not self.wants_asleep:
+                if self._lacks_cache and self._wants_cache:
                     await self.server.wake_cache()
                     self._lacks_cache = False
                 if self._is_paused != self.wants_paused:
@@ -157,7 +154,7 @@ class Replica:
                 if self.wants_asleep and not self._is_asleep:
                     await self.server.sleep()
                     self._is_asleep = True
-                    self._lacks_cache = False
+                    self._wants_cache = self._lacks_cache = False
             except ServerUnreachableError:
                 return
             except EtudeError:
