@@ -94,6 +94,7 @@ gpu: $(DEV) ## measure what the GPU of this machine does, in ten minutes (gpu.js
 
 docs: $(DOCS) ## write the generated pages, make a site of all (site/index.html), and check what the documents name
 	$(BIN)/python -m tests.conformance.document
+	$(BIN)/python -m tests.conformance.laboratory_page
 	$(BIN)/python -m tests.pages.document
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	$(BIN)/python -m pytest -m "not integration" tests/house/test_links.py tests/house/test_pages.py tests/house/test_site.py
