@@ -135,7 +135,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "rollout": (
         ("attention_groups", "block_pool", "python_environments", "sampling", "server_load", "server_process"),
-        ("device_sampling", "engine_thread", "gpu_share", "held_adapters", "request", "router"),
+        ("device_sampling", "engine_thread", "gpu_share", "held_adapters", "kv_budget", "request", "router"),
         ("scheduler", "server_backend"),
         ("partial_completion", "server_client", "state_trial"),
         ("batch_invariance", "server_engine", "sglang_weights", "vllm_weights"),

@@ -38,6 +38,7 @@ from etude.tools.doctor.machine import read_memory
 from etude.tools.plan.dry_run import dry_run
 from etude.tools.plan.dry_run_common import OFFLOADED_KINDS, DryRunResult
 from etude.tools.plan.fake_tensors import HOST
+from etude.tools.plan.kv_advice import advise_kv
 from etude.tools.plan.memory_tracker import PeakMemory
 from etude.tools.plan.micro_batch import advise_micro_batch
 from etude.tools.plan.options import PlanHardware
@@ -82,6 +83,7 @@ def plan_memory(
     if device.type != "cpu" and (waiting := waiting_bytes(run, result.row)):
         remarks += (describe_waiting(run.cluster, waiting),)
     remarks += advise_micro_batch(run, device, devices[0], result.row)
+    remarks += advise_kv(run, device, devices[0], result)
     if requested.train.precision == "auto":
         reason = choose_precision(device)[1]
         remarks += (f"The plan is for `train.precision={run.train.precision}`: {reason}.",)

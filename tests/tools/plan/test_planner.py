@@ -256,6 +256,19 @@ def test_a_plan_for_a_gpu_names_the_largest_micro_batch(model: Path) -> None:
     assert not [note for note in (*whole, *unknown) if "max_tokens_per_micro_batch" in note]
 
 
+@pytest.mark.slow
+def test_a_plan_for_a_gpu_names_the_cache_that_fits(model: Path) -> None:
+    def notes_of(*options: str) -> list[str]:
+        plan = plan_memory(plan_run(model, *PLAIN, "gpus=1", *options), with_savings=False)
+        return [note for note in plan.notes if "keys and values" in note]
+
+    (larger,) = notes_of("gpu_gib=1", "rollout.kv_gib=0.0002", "collect.tasks=16")
+    assert larger.startswith("`rollout.kv_gib=") and "1 GiB of the GPU − " in larger
+    assert not notes_of("gpu_gib=1", "rollout.kv_gib=0.1"), "requests cannot fill more"
+    (nothing,) = notes_of("gpu_gib=0.001")
+    assert nothing.startswith("Nothing is left for keys and values: 0.001 GiB of the GPU − ")
+
+
 def test_a_plan_for_gpus_needs_no_gpu(model: Path, capsys: Captured) -> None:
     options = [f"model.path={model}", *OPTIONS, "gpus=1", "--quick"]
     assert main(["plan", "grpo", *options, "gpu_gib=1", "--json"]) == 0
