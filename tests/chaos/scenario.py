@@ -108,6 +108,8 @@ def words_of(directory: Path, world: Path, **changes: Any) -> list[str]:
         "reward.path": f"{__name__}:digits",
         "sampling.max_tokens": 6,
         "sampling.top_p": 0.95,
+        "correction.center": "true",
+        "correction.alternatives": 4,
         "collect.tasks": 3,
         "collect.group_size": 4,
         "collect.refill": 2,
