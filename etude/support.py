@@ -111,11 +111,22 @@ class Support(FrozenRecord):
 
     def sizes(self, vocab_size: int) -> NDArray[np.int32]:
         """[T]: return how many tokens could be drawn at each token."""
-        lengths = np.diff(self.offsets)
-        of_set = np.where(self.kind == SetKind.BANNED, vocab_size - lengths, lengths)
-        for place in np.flatnonzero(self.kind == SetKind.BITS).tolist():
-            of_set[place] = int(decode_set(self.get_set(place), vocab_size).sum())
+        counts = self._counts()
+        of_set = np.where(self.kind == SetKind.BANNED, vocab_size - counts, counts)
         return np.append(of_set, vocab_size)[self.index].astype(np.int32)
+
+    def signed_sizes(self) -> NDArray[np.int32]:
+        """[T]: return how many tokens could be drawn at each token. −n is all but n, and 0 the whole vocabulary."""
+        counts = self._counts()
+        of_set = np.where(self.kind == SetKind.BANNED, -counts, counts)
+        return np.append(of_set, 0)[self.index].astype(np.int32)
+
+    def _counts(self) -> NDArray[np.int64]:
+        """[S]: return how many tokens each set lists: those that are in it, or of a BANNED one those that are not."""
+        counts = np.diff(self.offsets)
+        for place in np.flatnonzero(self.kind == SetKind.BITS).tolist():
+            counts[place] = int(np.bitwise_count(self.get_set(place)[1].view(np.uint32)).sum())
+        return counts
 
     def mask(self, token: int, vocab_size: int) -> NDArray[np.bool_]:
         """[V]: return which tokens could be drawn at a token."""

@@ -50,6 +50,9 @@ def test_what_is_asked_of_sets_is_what_their_masks_say(sets: list[np.ndarray]) -
     support = build(sets)
     assert read(support) == [mask.tolist() for mask in sets]
     assert support.sizes(VOCAB).tolist() == [int(mask.sum()) for mask in sets]
+    banned = [encoded is not None and encoded[0] is SetKind.BANNED for encoded in map(encode_set, sets)]
+    signed = [int(mask.sum()) - (VOCAB if out or mask.all() else 0) for mask, out in zip(sets, banned, strict=True)]
+    assert support.signed_sizes().tolist() == signed
     for id in (0, 31, 32, VOCAB - 1):
         inside = support.contains(np.full(len(sets), id, np.int32))
         assert inside.tolist() == [bool(mask[id]) for mask in sets]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from math import isfinite
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.chat import Tokenizer
-from etude.records import Turn
+from etude.records import Completion, Turn
 from etude.store import AttemptState
+from etude.support import SetKind, Support
 from etude.tools.rollout_reader import AttemptRecord, RolloutRecord, task_columns
 
 
@@ -65,7 +67,33 @@ def _turn(turn: Turn, at: float, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "versions": completion.version.tolist(),
         "logp": floats_to_json(completion.logp),
         **({} if raw_logp is None else {"raw_logp": floats_to_json(raw_logp)}),
+        **({} if completion.support is None else {"support": _support(completion.support)}),
+        **_alternatives(completion),
     }
+
+
+def _support(support: Support) -> dict[str, Any]:
+    """Return the sets of tokens that could be drawn: the table of different sets, and each token's place in it.
+
+    The place is -1 for the whole vocabulary. A set has the ids that are `kept`, or the ids that are `banned`, or `bits`
+    in base64: one for each id, the lowest of a byte first.
+    """
+    sets = [support.get_set(place) for place in range(len(support.kind))]
+    return {"index": support.index.tolist(), "sets": [_set(*encoded) for encoded in sets]}
+
+
+def _set(kind: SetKind, data: NDArray[np.int32]) -> dict[str, Any]:
+    if kind is SetKind.BITS:
+        return {"bits": b64encode(data.astype("<i4").tobytes()).decode()}
+    return {kind.name.lower(): data.tolist()}
+
+
+def _alternatives(completion: Completion) -> dict[str, Any]:
+    """Return the alternatives to each token, as rows of ids and of log-probs; nothing if they were not recorded."""
+    ids, logp = completion.alternative_ids, completion.alternative_logp
+    if ids is None or logp is None:
+        return {}
+    return {"alternative_ids": ids.tolist(), "alternative_logp": [floats_to_json(row) for row in logp]}
 
 
 def floats_to_json(values: NDArray[np.float32]) -> list[float | None]:

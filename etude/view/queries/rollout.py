@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from etude.chat.prompt_reader import MODEL
 from etude.data.samples import find_parents
 from etude.errors import NotFoundError
 from etude.recipes.collect.failure_messages import describe_failure
-from etude.records import Turn
+from etude.records import Completion
 from etude.store import AttemptState, Phase, RolloutState, TaskState
 from etude.store.queue.rollout_limits import RolloutPurpose
 from etude.tools.rollout_reader import (
@@ -203,6 +204,10 @@ def read_tokens(
     `prompt` and `ids` are token ids. `logp` is the log-prob under the sampling policy, `version` the policy version.
     `text` is the UTF-8 text of the prompt's tokens and then of the sampled ones; token k ends at byte `ends[k]`. A
     replay adds the signals of one of its algorithms (`side`).
+
+    A turn that was sampled with sets has `set_size`: how many tokens could be drawn at each token. −n is all but n, and
+    0 the whole vocabulary. Recorded alternatives are `alternative_ids` and `alternative_logp`, equally many for each
+    token. `named` is their different ids, ascending, whose text is in `named_text` and `named_ends`.
     """
     found = reader.journal.turns(rollout, attempt)
     if turn not in range(len(found)):
@@ -217,15 +222,29 @@ def read_tokens(
     }
     if completion.raw_logp is not None:
         columns["raw_logp"] = completion.raw_logp
+    if completion.support is not None:
+        columns["set_size"] = completion.support.signed_sizes()
+    columns |= _alternatives(reader, completion)
     if replay:
         columns |= token_signals(reader, replay, side, rollout, turn, completion.ids)
     head = {"rollout": rollout, "attempt": attempt, "turn": turn, "observed": chosen.observed, "opened": chosen.opened}
-    texts = _token_texts(reader, chosen)
+    texts = _token_texts(reader, np.concatenate([chosen.prompt, completion.ids]))
     if texts is not None:
-        encoded = [text.encode() for text in texts]
-        columns["ends"] = np.cumsum([len(text) for text in encoded], dtype=np.int64).astype(np.int32)
-        columns["text"] = np.frombuffer(b"".join(encoded), np.uint8)
+        columns["ends"], columns["text"] = texts
     return pack_columns(head, columns)
+
+
+def _alternatives(reader: RunReader, completion: Completion) -> dict[str, NDArray[Any]]:
+    """Return the columns of the alternatives to each token; none if they were not recorded."""
+    ids, logp = completion.alternative_ids, completion.alternative_logp
+    if ids is None or logp is None:
+        return {}
+    columns: dict[str, NDArray[Any]] = {"alternative_ids": ids.reshape(-1), "alternative_logp": logp.reshape(-1)}
+    columns["named"] = np.unique(ids)
+    texts = _token_texts(reader, columns["named"])
+    if texts is not None:
+        columns["named_ends"], columns["named_text"] = texts
+    return columns
 
 
 def _record(reader: RunReader, state: RolloutState) -> RolloutRecord:
@@ -300,14 +319,17 @@ def _conversation(reader: RunReader, record: RolloutRecord, fields: Mapping[str,
     return first + prompts.read_rest(turns)
 
 
-def _token_texts(reader: RunReader, turn: Turn) -> list[str] | None:
-    """Return the text of each token, special tokens included; None without a tokenizer."""
+def _token_texts(reader: RunReader, ids: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.uint8]] | None:
+    """Return the text of tokens, special ones included, as UTF-8, and the byte at which each ends. None without a
+    tokenizer."""
     tokenizer = reader.tokenizer
     if tokenizer is None:
         return None
-    ids = [*turn.prompt.tolist(), *turn.completion.ids.tolist()]
-    known = {id: tokenizer.decode([id], keep_special_tokens=True) for id in set(ids)}
-    return [known[id] for id in ids]
+    listed = ids.tolist()
+    known = {id: tokenizer.decode([id], keep_special_tokens=True).encode() for id in set(listed)}
+    texts = [known[id] for id in listed]
+    ends = np.cumsum([len(text) for text in texts], dtype=np.int64).astype(np.int32)
+    return ends, np.frombuffer(b"".join(texts), np.uint8)
 
 
 def common_prefix(rows: Sequence[Any]) -> int:

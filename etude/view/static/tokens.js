@@ -20,6 +20,12 @@ const STATES = [
   ["not in the replay", "faint"],
   ["sampled", "series-1"],
 ];
+const SIZES = [
+  [1, "the only one"],
+  [10, "up to 10"],
+  [100, "up to 100"],
+  [Number.POSITIVE_INFINITY, "more than 100"],
+];
 const TYPES = { int32: Int32Array, float32: Float32Array, uint8: Uint8Array };
 
 /** The columns of a reply: `head`, and an array by name. */
@@ -33,10 +39,26 @@ function unpack(bytes) {
   return { head, ...Object.fromEntries(arrays) };
 }
 
+/** A function that returns the recorded alternatives to a sampled token, the likeliest first; null without any. */
+function alternativesOf({ ids, alternative_ids: others, alternative_logp: logp, named, named_ends: ends, named_text }) {
+  if (!others) return null;
+  const width = others.length / ids.length;
+  const decoder = new TextDecoder();
+  const textOf = (id) => {
+    const place = named.indexOf(id);
+    return visible(decoder.decode(named_text.subarray(place ? ends[place - 1] : 0, ends[place])));
+  };
+  return (at) =>
+    Array.from({ length: width }, (_, k) => at * width + k)
+      .filter((place) => Number.isFinite(logp[place]))
+      .map((place) => ({ id: others[place], text: ends ? textOf(others[place]) : "", logp: logp[place] }))
+      .sort((left, right) => right.logp - left.logp);
+}
+
 /** The tokens of a turn with text, log-prob, version and what a replay adds; a token of the prompt has no log-prob. */
 async function readTurn(reply) {
   const columns = unpack(await reply.arrayBuffer());
-  const { ends, text, prompt, ids, logp, raw_logp: raw, version } = columns;
+  const { ends, text, prompt, ids, logp, raw_logp: raw, version, set_size: size } = columns;
   const known = REPLAYED.filter((name) => columns[name]);
   const decoder = new TextDecoder();
   const first = prompt.length;
@@ -47,9 +69,11 @@ async function readTurn(reply) {
     const token = { place, id, text: shown };
     if (at < 0) return token;
     const replayed = known.map((name) => [name, columns[name][at]]);
-    return { ...token, logp: logp[at], raw: raw?.[at], version: version[at], ...Object.fromEntries(replayed) };
+    const sampled = { logp: logp[at], raw: raw?.[at], version: version[at], size: size?.[at] };
+    return { ...token, ...sampled, ...Object.fromEntries(replayed) };
   });
-  return { tokens, first, versions: [...new Set(version)].sort((a, b) => a - b) };
+  const versions = [...new Set(version)].sort((a, b) => a - b);
+  return { tokens, first, versions, alternatives: alternativesOf(columns) };
 }
 
 const sheet = new CSSStyleSheet();
@@ -119,6 +143,21 @@ function standOut(turn, { value, above = 0 } = {}) {
   return found.sort((left, right) => size(right) - size(left)).slice(0, MOST_LISTED);
 }
 
+/** The signal of the sizes of sets: the fewer tokens could be drawn, the stronger. */
+function setSignal(sampled) {
+  const groupOf = ({ size }) => (size > 0 ? SIZES.findIndex(([bound]) => size <= bound) : SIZES.length);
+  const marks = [...SIZES.keys()].map((place) => tint("series-1", MOST_TINT - 12 * place));
+  const names = [...SIZES.map(([, text]) => text), "all, or all but some"];
+  const counts = names.map((_, group) => sampled.filter((token) => groupOf(token) === group).length);
+  const entries = names.map((text, group) => [marks[group] ?? "none", `${text}: ${number(counts[group])}`]);
+  return {
+    title: "set",
+    about: "number of tokens that the sampler could draw in place of each one, itself included",
+    mark: (token) => marks[groupOf(token)] ?? "none",
+    legend: entries.filter((_, group) => counts[group]),
+  };
+}
+
 /** The signals of a turn: title, colour of a token, legend, and where tokens stand out, their value and a heading. */
 function signalsOf(turn) {
   const sampled = turn.tokens.slice(turn.first);
@@ -153,6 +192,7 @@ function signalsOf(turn) {
     },
     ...replayedSignals(sampled),
   };
+  if (sampled.some((token) => token.size)) signals.set = setSignal(sampled);
   if (sampled.some((token) => token.raw !== undefined)) {
     const change = (token) => Math.abs(token.logp - token.raw);
     signals.sampling = {
@@ -206,6 +246,26 @@ function Block({ tokens, mark, chosen }) {
   }, [shown, tokens, mark, mine]);
 }
 
+/** How many tokens could be drawn. */
+function setText(size) {
+  if (size === 1) return "the only one that could be drawn";
+  if (size > 0) return `drawn from a set of ${number(size)}`;
+  return size ? `drawn from all but ${number(-size)}` : "drawn from the whole vocabulary";
+}
+
+/** The recorded alternatives to a token, with their probabilities. The list has its place before a token is chosen. */
+function Alternatives({ token, turn }) {
+  const isSampled = token?.logp !== undefined;
+  const others = isSampled ? turn.alternatives(token.place - turn.first) : [];
+  const item = ({ id, text, logp }) => html`<span class=${id === token.id ? "drawn" : ""} title=${`id ${id}`}>
+    <code>${text ? JSON.stringify(text) : id}</code> ${number(Math.exp(logp))}
+  </span>`;
+  return html`<p class="alternatives" aria-label="alternatives" role="group" tabindex="0">
+    <span class="muted">${isSampled ? "likeliest at this place:" : "alternatives of a sampled token"}</span>
+    ${others.map(item)}
+  </p>`;
+}
+
 function TokenFacts({ token, first }) {
   if (!token) return html`<p class="muted token-facts">Choose a token, or move with ← and →.</p>`;
   const sampled = token.logp !== undefined;
@@ -218,6 +278,7 @@ function TokenFacts({ token, first }) {
       sampled &&
       html`<span>log-prob ${number(token.logp)}</span> <span>probability ${number(Math.exp(token.logp))}</span>
         ${token.raw !== undefined && html`<span>the model's own log-prob ${number(token.raw)}</span>`}
+        ${token.size !== undefined && html`<span>${setText(token.size)}</span>`}
         <span>policy version ${token.version}</span>
         ${replayed.map((name) => html`<span>${FACTS[name] ?? name} ${number(token[name])}</span>`)}
         ${token.state !== undefined && html`<span>${STATES[token.state][0]}</span>`}`
@@ -280,6 +341,7 @@ export function TokensView({ query, signal, onSignal, rewards }) {
     </div>
     <${Legend} mark="swatch" before=${html`<span class="muted">${about}:</span>`} entries=${entries} />
     <${TokenFacts} token=${tokens[chosen]} first=${first} />
+    ${turn.alternatives && html`<${Alternatives} token=${tokens[chosen]} turn=${turn} />`}
     <div class="tokens" tabindex="0" role="group" aria-label="tokens" onClick=${click} onKeyDown=${move}>
       ${first > LONG_PROMPT ? folded : prompt}${answer}
       ${rewards.map((text) => html`<span class="pill earned">${text}</span>`)}
