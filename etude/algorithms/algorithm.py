@@ -247,11 +247,12 @@ class AlgorithmConfig(Config):
         """
         metrics = Metrics()
         view = self.apply_sequence_mask(View(batch, outputs), metrics)
-        expected = None
         if self.correction.center:
             expected, centered = expected_loss(self.loss, view, self.correction)
             metrics.merge(centered)
-        value = self.loss(view, denominators, expected)
+            value = self.loss(view, denominators, expected)
+        else:
+            value = self.loss(view, denominators)
         loss = value.loss
         share = batch.num_rollouts / max(denominators.rollouts, 1)  # of the update batch: shares add up to its loss
         metrics.merge(value.metrics)
