@@ -14,6 +14,7 @@ from etude.config.only_with import OnlyWith
 from etude.config.resume_marks import MAY_CHANGE
 from etude.errors import ConfigError
 from etude.protocols import KvPolicy, RunningPolicy, TransportName
+from etude.rollout.reported_sets import LOGPROBS_ALONE, Recording
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_load import MAX_LIMIT
 from etude.rollout.sglang import SglangBackend
@@ -295,8 +296,8 @@ class ServerConfig(RolloutConfig):
         """Refuse a transport that does not bring new experts to the servers."""
 
     @abstractmethod
-    def create_backend(self, adapters: int = 0) -> ServerBackend:
-        """Create the backend of this kind of server. adapters: see `ServerBackend`."""
+    def create_backend(self, adapters: int = 0, recording: Recording = LOGPROBS_ALONE) -> ServerBackend:
+        """Create the backend of this kind of server. adapters, recording: see `ServerBackend`."""
 
 
 class VllmConfig(ServerConfig):
@@ -324,8 +325,8 @@ class VllmConfig(ServerConfig):
                 "`rollout.weight_transport=shm`."
             )
 
-    def create_backend(self, adapters: int = 0) -> ServerBackend:
-        return VllmBackend(adapters=adapters, kv=self.kv)
+    def create_backend(self, adapters: int = 0, recording: Recording = LOGPROBS_ALONE) -> ServerBackend:
+        return VllmBackend(adapters=adapters, kv=self.kv, recording=recording)
 
 
 class SglangConfig(ServerConfig):
@@ -342,8 +343,8 @@ class SglangConfig(ServerConfig):
             )
         return self
 
-    def create_backend(self, adapters: int = 0) -> ServerBackend:
-        return SglangBackend(adapters=adapters, kv=self.kv)
+    def create_backend(self, adapters: int = 0, recording: Recording = LOGPROBS_ALONE) -> ServerBackend:
+        return SglangBackend(adapters=adapters, kv=self.kv, recording=recording)
 
 
 ENGINES: dict[str, type[RolloutConfig]] = {"embedded": TorchEngineConfig, "vllm": VllmConfig, "sglang": SglangConfig}

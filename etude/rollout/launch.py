@@ -15,6 +15,7 @@ from etude.rollout.config import ServerConfig
 from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.python_environments import ensure_environment, load_pins
 from etude.rollout.replica import Replica
+from etude.rollout.reported_sets import LOGPROBS_ALONE, Recording
 from etude.rollout.server_backend import LaunchSpec
 from etude.rollout.server_engine import ModelShape, ServerEngine
 from etude.rollout.server_pool import ServerPool
@@ -39,16 +40,18 @@ def start_servers(
     enable_sleep: bool = False,
     plugin_path: Path | None = None,
     adapters: AdapterSpec | None = None,
+    recording: Recording = LOGPROBS_ALONE,
     console: Console | None = None,
 ) -> ServerPool:
     """Start or join the servers that the options name, and return them ready.
 
     They begin with the weights in the directory `model`, as version 0. logs: the directory of their logs. threads: the
     threads of a server on a CPU. enable_sleep: true if servers must be able to give their memory up, and get all
-    weights again before they go on. plugin_path, adapters: see `LaunchSpec`. console: shows the progress of the start.
+    weights again before they go on. plugin_path, adapters: see `LaunchSpec`. recording: what they report of each token.
+    console: shows the progress of the start.
     """
     shape = ModelShape.read(model)
-    backend = config.create_backend(0 if adapters is None else adapters.held)
+    backend = config.create_backend(0 if adapters is None else adapters.held, recording)
     backend.discards_weights = enable_sleep and adapters is None and not config.url
     joined_key = read_api_key(config.api_key_env, "the servers in `rollout.url`")
     targets: list[tuple[str, LaunchSpec | None, str]] = [(url, None, joined_key) for url in config.url]

@@ -16,12 +16,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from etude.chat.stop_strings import StopStringFilter
 from etude.protocols import Ids
 from etude.records import FINISH_REASONS, Completion, SamplingParams
+from etude.rollout.reported_sets import Likeliest, TokenRules
 from etude.rollout.request import Delta
 from etude.rollout.server_backend import StreamChunk, VersionSpan, samples_model_distribution
+from etude.support import EncodedSet, Support
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -36,16 +39,19 @@ class PartialCompletion:
         sampling: SamplingParams,
         *,
         limit: int,
+        vocab_size: int,
         tokenizer: Tokenizer | None,
         on_start: Callable[[], None] | None = None,
     ) -> None:
-        """limit: the length, prompt included, at which the answer is cut off."""
+        """limit: the length, prompt included, at which the answer is cut off. vocab_size: the model knows the ids below
+        it."""
         self.prompt = np.asarray(prompt, dtype=np.int32)
         self.sampling = sampling
         self.kept_version = sampling.version
         """The version of all its tokens, of which servers keep an adapter; None if the newest weights draw."""
         self.max_new_tokens = min(sampling.max_tokens, limit - len(prompt))
         self.stop_ids = sorted({*sampling.stop_ids, *(tokenizer.eos_ids if tokenizer else ())})
+        self._rules = TokenRules(sampling, self.stop_ids, vocab_size)
         self._tokenizer = tokenizer
         self._on_start = on_start
         self.restart()
@@ -59,7 +65,10 @@ class PartialCompletion:
         self.version_uncertain = False
         """True if some tokens came while new weights arrived, or first after that, and no server has reported yet which
         weights drew them."""
-        self._top: list[list[tuple[int, float]]] = []
+        self._top: list[Likeliest] = []
+        self._allowed: list[EncodedSet | None] = []
+        self._alternatives: list[Likeliest] = []
+        self._knows_raw_logp = True  # false if the server was asked for the likeliest token alone
         self._segment_start = 0
         self._read = 0  # the last read of the connection that brought tokens
         self._read_version = self._last_seen_version = 0  # of tokens in that read; of the server when it came
@@ -100,6 +109,7 @@ class PartialCompletion:
             version = self.kept_version
             version_known = True
             chunk.version_spans = None
+        self._append_sets(chunk)
         for token in chunk.ids:
             self.ids.append(token)
             if self._stream is not None:
@@ -115,6 +125,18 @@ class PartialCompletion:
             self.finish = chunk.finish_reason if chunk.finish_reason in FINISH_REASONS else "abort"
         elif self._stops.stopped:  # a stop string that spans two servers, of which the second does not know
             self.finish = "stop"
+
+    def _append_sets(self, chunk: StreamChunk) -> None:
+        """Add what else could have been drawn at the places of a chunk, of which no token is added yet."""
+        for place, token in enumerate(chunk.ids):
+            position = len(self.ids) + place
+            reported = None if chunk.sets is None else chunk.sets[place]
+            self._allowed.append(self._rules.allowed(position, token, reported))
+            if self.sampling.alternatives:
+                likeliest = chunk.alternatives[place]
+                self._alternatives.append(self._rules.alternatives(position, token, likeliest))
+        if chunk.sets is not None and self.sampling.temperature == 0:
+            self._knows_raw_logp = False
 
     def _oldest_version(self, read: int, version: int) -> int:
         """Return the oldest version that may have drawn the tokens of a read: the server's when the read before came.
@@ -157,6 +179,7 @@ class PartialCompletion:
             self._text += self._stops.finish()
         tokens, text = self._emitted
         self._emitted = len(self.ids), len(self._text)
+        alternative_ids, alternative_logp = likeliest_columns(self._alternatives[tokens:], self.sampling.alternatives)
         return Delta(
             ids=np.array(self.ids[tokens:], dtype=np.int32),
             logp=np.array(self._behavior_logp(self._logp[tokens:]), dtype=np.float32),
@@ -164,6 +187,9 @@ class PartialCompletion:
             text=self._text[text:],
             finish_reason=self.finish,
             completion=None if self.finish is None else self._completion(self.finish),
+            support=Support.build(self._allowed[tokens:]),
+            alternative_ids=alternative_ids,
+            alternative_logp=alternative_logp,
         )
 
     def _append_text(self, text: str) -> None:
@@ -174,20 +200,32 @@ class PartialCompletion:
         return logp if self.sampling.temperature > 0 else [0.0] * len(logp)
 
     def _completion(self, finish: str) -> Completion:
-        top_ids, top_logp = None, None
-        if self.sampling.top_logprobs:
-            width = self.sampling.top_logprobs
-            padded = [(entry + [(entry[-1][0], -math.inf)] * width)[:width] for entry in self._top]
-            top_ids = np.array([[id for id, _ in entry] for entry in padded], np.int32).reshape(len(padded), -1)
-            top_logp = np.array([[logp for _, logp in entry] for entry in padded], np.float32).reshape(len(padded), -1)
+        top_ids, top_logp = likeliest_columns(self._top, self.sampling.top_logprobs)
+        alternative_ids, alternative_logp = likeliest_columns(self._alternatives, self.sampling.alternatives)
         stochastic = replace(self.sampling, temperature=self.sampling.temperature or 1.0)
+        knows_raw_logp = self._knows_raw_logp and samples_model_distribution(stochastic)
         return Completion(
             ids=np.array(self.ids, dtype=np.int32),
             logp=np.array(self._behavior_logp(self._logp), dtype=np.float32),
-            raw_logp=np.array(self._logp, dtype=np.float32) if samples_model_distribution(stochastic) else None,
+            raw_logp=np.array(self._logp, dtype=np.float32) if knows_raw_logp else None,
             version=np.array(self._versions, dtype=np.int32),
             finish_reason=finish,
             text=self._text,
             top_ids=top_ids,
             top_logp=top_logp,
+            support=Support.build(self._allowed),
+            alternative_ids=alternative_ids,
+            alternative_logp=alternative_logp,
         )
+
+
+def likeliest_columns(
+    entries: Sequence[Likeliest], width: int
+) -> tuple[NDArray[np.int32] | None, NDArray[np.float32] | None]:
+    """[T] → [T, k], [T, k]: return the ids and the log-probs, with -inf where there are fewer. None: none are asked."""
+    if not width:
+        return None, None
+    padded = [(entry + [(entry[-1][0], -math.inf)] * width)[:width] for entry in entries]
+    ids = [[id for id, _ in entry] for entry in padded]
+    logp = [[logp for _, logp in entry] for entry in padded]
+    return np.array(ids, np.int32).reshape(-1, width), np.array(logp, np.float32).reshape(-1, width)

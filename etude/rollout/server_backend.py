@@ -14,6 +14,7 @@ ones, because each request names the weights that it began with.
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
@@ -27,6 +28,7 @@ from etude.observe import get_logger
 from etude.protocols import KvPolicy
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import AdapterSpec
+from etude.rollout.reported_sets import LOGPROBS_ALONE, Likeliest, Recording, active_filters, needs_report
 
 if TYPE_CHECKING:
     from etude.rollout.config import ServerConfig
@@ -75,8 +77,12 @@ class StreamChunk:
 
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    top_logprobs: list[Likeliest] = field(default_factory=list)
     """The likeliest tokens and their log-probs, if the request asked for them."""
+    alternatives: list[Likeliest] = field(default_factory=list)
+    """The same of the distribution that was drawn from, if the request asked for it."""
+    sets: list[list[int]] | None = None
+    """The tokens that could be drawn at each place, if the server reports them."""
     finish_reason: str | None = None
     version_spans: list[VersionSpan] | None = None
     """In the last chunk: the version that drew each span of tokens."""
@@ -102,17 +108,18 @@ class ServerBackend(ABC):
     wake_path: ClassVar[str]
     update_paths: ClassVar[tuple[str, str]]
     """The endpoints that begin and finish an update by buckets."""
-    reports_support: ClassVar[bool] = False
-    """True if it can report, for each token, the set of tokens that could be drawn."""
+    sets_since: ClassVar[tuple[int, ...]]
+    """The leading numbers of the first version that reports the tokens that could be drawn."""
     adapters_path: ClassVar[str] = ""
     """The prefix of the endpoints for adapters."""
 
-    def __init__(self, *, adapters: int = 0, kv: KvPolicy = "recompute") -> None:
+    def __init__(self, *, adapters: int = 0, kv: KvPolicy = "recompute", recording: Recording = LOGPROBS_ALONE) -> None:
         """adapters: the number of adapters that each server holds at a time, of the model that it began with. It
         answers by them. With 0 servers receive whole weights. kv: the treatment of cached keys and values of requests
-        that go on with new weights."""
+        that go on with new weights. recording: what servers report of each token."""
         self.adapters = adapters
         self.kv = kv
+        self.recording = recording
         self.discards_weights = False
         """True if sleep drops the weights, because all of them are sent again before the next request."""
 
@@ -141,18 +148,15 @@ class ServerBackend(ABC):
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Refuse sampling parameters that would mean something else there, as a logit bias that servers clip."""
-        if sampling.alternatives:
+        if needs_report(sampling) and not self.recording.has_sets:
+            name, value = next(iter(active_filters(sampling).items()))
             raise ConfigError(
-                f"{self.package} does not record the alternatives to each token. Leave `correction.center` out, or "
-                "sample with the embedded engine."
+                f"`{name}={value:g}` cuts tokens off an answer that is trained on, and this run has {self.package} "
+                f"report no sets of tokens. Set `sampling.{name}` and `sampling.top_k` for the whole run, or leave it "
+                "out."
             )
-        if sampling.support and not self.reports_support:
-            raise ConfigError(
-                f"These sampling parameters exclude tokens from an answer that is trained on, and {self.package} does "
-                "not report which. Leave `top_p`, `top_k`, `min_p`, `min_tokens` and bans out, or sample with the "
-                "embedded engine."
-            )
-        too_large = next((bias for bias in sampling.logit_bias.values() if not abs(bias) <= MAX_LOGIT_BIAS), None)
+        biases = [bias for bias in sampling.logit_bias.values() if bias != -math.inf]
+        too_large = next((bias for bias in biases if not abs(bias) <= MAX_LOGIT_BIAS), None)
         if too_large is not None:
             raise ConfigError(
                 f"A logit bias of {too_large:g} was asked for, and {self.package} takes none beyond "
@@ -183,8 +187,14 @@ class ServerBackend(ABC):
     async def check_version(self, client: HttpClient) -> str:
         """Return the server's version. Raise if it is not a tested one, and lacks an endpoint or does not list them."""
         version = await self.get_server_version(client)
-        numbers = version.split("+")[0].split(".")[: len(self.tested_version)]
-        if tuple(int(part) for part in numbers if part.isdigit()) == self.tested_version:
+        numbers = tuple(int(part) for part in version.split("+")[0].split(".") if part.isdigit())
+        if self.recording.has_sets and numbers[: len(self.sets_since)] < self.sets_since:
+            raise ConfigError(
+                f"`sampling.top_k={self.recording.top_k}` cuts tokens off, and the server at {client.url}, "
+                f"{self.package} {version}, does not report which. Use vLLM from 0.28 or SGLang from 0.5.23, or leave "
+                "it out."
+            )
+        if numbers[: len(self.tested_version)] == self.tested_version:
             return version
         tested = ".".join(map(str, self.tested_version))
         try:
@@ -310,6 +320,11 @@ class ServerBackend(ABC):
                 f"`rollout.adapters=only` needs servers that take {self.adapters} at a time (`max_staleness` + 2, or 1 "
                 f"without staleness). The server at {client.url} takes {limit}. {self.adapter_remedy(self.adapters)}"
             )
+
+
+def sent_biases(sampling: SamplingParams) -> dict[str, float]:
+    """Return the logit biases as a request has them. A ban is the largest bias that servers take."""
+    return {str(token): max(bias, -MAX_LOGIT_BIAS) for token, bias in sampling.logit_bias.items()}
 
 
 def samples_model_distribution(sampling: SamplingParams) -> bool:

@@ -28,6 +28,7 @@ from etude.protocols import Ids, RunningPolicy
 from etude.records import Completion, SamplingParams
 from etude.rollout.held_adapters import HeldAdapters
 from etude.rollout.partial_completion import PartialCompletion
+from etude.rollout.reported_sets import check_drawn
 from etude.rollout.request import Delta, check_request
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_client import ServerClient
@@ -160,7 +161,14 @@ class ServerEngine(ServerClient):
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("An engine without a tokenizer cannot look for stop strings: give stop_ids instead.")
         self.backend.check_sampling(sampling)
-        return PartialCompletion(ids, sampling, limit=self._context_length, tokenizer=self.tokenizer, on_start=on_start)
+        return PartialCompletion(
+            ids,
+            sampling,
+            limit=self._context_length,
+            vocab_size=self.shape.vocab_size,
+            tokenizer=self.tokenizer,
+            on_start=on_start,
+        )
 
     async def continue_completion(self, answer: PartialCompletion) -> AsyncGenerator[Delta, None]:
         """Continue an answer from its last token. Leaving the iteration aborts the request.
@@ -181,6 +189,9 @@ class ServerEngine(ServerClient):
                 async with aclosing(self.backend.stream(self, ids.tolist(), sampling, answer.stop_ids, salt)) as chunks:
                     async for chunk in chunks:
                         self.last_token_time = running_time()
+                        if chunk.sets is not None:
+                            server_name = f"{self.backend.package} at {self.url}"
+                            check_drawn(server_name, chunk.ids, chunk.sets, len(answer.ids))
                         answer.append(chunk, self.version, version_known=not self.withdrawn)
                         self.new_tokens += len(chunk.ids)
                         if answer.finish == "abort" and aborts == self._abort_count:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import adapter_name
-from etude.rollout.server_backend import LaunchSpec, StreamChunk
+from etude.rollout.reported_sets import Likeliest
+from etude.rollout.server_backend import LaunchSpec, StreamChunk, sent_biases
 from etude.rollout.server_client import HttpClient
 from etude.rollout.server_load import ServerLoad
 from etude.rollout.sglang_weights import SglangWeights, adapter_args
@@ -29,6 +30,7 @@ class SglangBackend(SglangWeights):
     name: ClassVar[str] = "sglang"
     package: ClassVar[str] = "SGLang"
     tested_version: ClassVar[tuple[int, ...]] = (0, 5, 23)
+    sets_since: ClassVar[tuple[int, ...]] = (0, 5, 23)
     paths: ClassVar[frozenset[str]] = SglangWeights.paths | {"/generate"}
     health_path: ClassVar[str] = "/model_info"  # its /health draws a token, which a paused server does not
 
@@ -134,13 +136,13 @@ class SglangBackend(SglangWeights):
             "no_stop_trim": True,
         }
         if sampling.logit_bias:
-            params["logit_bias"] = {str(id): bias for id, bias in sampling.logit_bias.items()}
+            params["logit_bias"] = sent_biases(sampling)
         body = {
             "input_ids": prompt,
             "sampling_params": params,
             "return_logprob": True,
             "logprob_start_len": -1,
-            "top_logprobs_num": sampling.top_logprobs,
+            "top_logprobs_num": max(sampling.top_logprobs, sampling.alternatives),
             "stream": True,
             "extra_key": salt,
         }
@@ -148,7 +150,7 @@ class SglangBackend(SglangWeights):
             body["lora_path"] = adapter_name(sampling.version)
         async with aclosing(client.stream_events("/generate", body)) as events:
             async for read, event in events:
-                yield _parse_chunk(event, sampling.top_logprobs, read)
+                yield _parse_chunk(event, sampling, read)
 
     async def is_suspended(self, client: HttpClient) -> bool:
         """Probe the scheduler by /server_info, and return False: SGLang does not report this state."""
@@ -167,21 +169,27 @@ class SglangBackend(SglangWeights):
         )
 
 
-def _parse_chunk(event: dict[str, Any], top: int, read: int) -> StreamChunk:
+def _parse_chunk(event: dict[str, Any], sampling: SamplingParams, read: int) -> StreamChunk:
     ids, meta = event.get("output_ids") or [], event["meta_info"]
     scores = meta.get("output_token_logprobs") or []
     if len(scores) != len(ids):
         raise EngineError(f"SGLang sent {len(ids)} tokens with {len(scores)} log-probs.")
     finish, spans = meta.get("finish_reason"), meta.get("weight_versions")
-    likeliest = meta.get("output_top_logprobs") or [] if top else []
+    likeliest = meta.get("output_top_logprobs") or []
     return StreamChunk(
         ids=ids,
         logp=[float(entry[0]) for entry in scores],
-        top_logprobs=[[(int(id), float(logp)) for logp, id, *_ in entry[:top]] for entry in likeliest],
+        top_logprobs=_parse_likeliest(likeliest, sampling.top_logprobs),
+        alternatives=_parse_likeliest(likeliest, sampling.alternatives),
         finish_reason=None if finish is None else finish["type"],
         version_spans=None if not spans or finish is None else [_parse_span(entry) for entry in spans],
         read=read,
     )
+
+
+def _parse_likeliest(entries: list[Any], number: int) -> list[Likeliest]:
+    """Return the likeliest tokens at each position, the likeliest first."""
+    return [[(int(id), float(logp)) for logp, id, *_ in entry[:number]] for entry in entries] if number else []
 
 
 def _parse_span(span: Any) -> tuple[str, int, int]:

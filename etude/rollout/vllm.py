@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -11,7 +12,8 @@ from typing import Any, ClassVar
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import adapter_name
-from etude.rollout.server_backend import LaunchSpec, StreamChunk
+from etude.rollout.reported_sets import Likeliest, active_filters, needs_report
+from etude.rollout.server_backend import LaunchSpec, StreamChunk, sent_biases
 from etude.rollout.server_client import EndpointNotFoundError, HttpClient
 from etude.rollout.server_load import ServerLoad
 from etude.rollout.vllm_weights import VllmWeights, adapter_args
@@ -21,6 +23,9 @@ METRIC_PATTERN = re.compile(
 )
 MAX_TOP_LOGPROBS = 19
 """The largest number of likely tokens that it reports, unless it is started with another limit."""
+NO_LOGP = -9000.0
+"""A log-prob below it is minus infinity."""
+LOGPROBS_LIMIT = re.compile(r"Requested sample logprobs of \d+, which is greater than max allowed: (\d+)")
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The adapter ranks for which it can reserve memory."""
 
@@ -35,6 +40,7 @@ class VllmBackend(VllmWeights):
     name: ClassVar[str] = "vllm"
     package: ClassVar[str] = "vLLM"
     tested_version: ClassVar[tuple[int, ...]] = (0, 32)
+    sets_since: ClassVar[tuple[int, ...]] = (0, 28)
     paths: ClassVar[frozenset[str]] = VllmWeights.paths | {"/inference/v1/generate", "/is_sleeping"}
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
@@ -48,9 +54,10 @@ class VllmBackend(VllmWeights):
             "--logprobs-mode",
             "processed_logprobs",
             "--max-logprobs",
-            str(MAX_TOP_LOGPROBS + 1),
+            str(max(MAX_TOP_LOGPROBS, self.recording.alternatives) + 1),
             "--disable-uvicorn-access-log",
         ]
+        args += ["--return-sampling-mask"] if self.recording.has_sets else []
         if config.tensor_parallel > 1:
             args += ["--tensor-parallel-size", str(config.tensor_parallel)]
         if config.nodes > 1:
@@ -87,14 +94,22 @@ class VllmBackend(VllmWeights):
         return str(json.loads(await client.get("/version"))["version"])
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Refuse combinations and sizes that vLLM does not support; every parameter has the usual meaning."""
+        """Refuse combinations and sizes that vLLM does not support; every parameter has the usual meaning.
+
+        A server that reports sets takes no request without `top_k`.
+        """
         super().check_sampling(sampling)
         if sampling.repetition_penalty != 1 and sampling.logit_bias:
             raise ConfigError(
                 "`repetition_penalty` and `logit_bias` are both set, and vLLM adds the bias before the penalty, other "
                 "engines after. Leave one of them out."
             )
-        is_filtered = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
+        if self.recording.has_sets and sampling.temperature > 0 and sampling.top_k == 0:
+            raise ConfigError(
+                "vLLM reports the tokens that can be drawn in this run, and then takes no request without `top_k`. Set "
+                "`top_k`, 512 for example."
+            )
+        is_filtered = self.recording.has_sets or bool(active_filters(sampling))
         if sampling.top_logprobs > MAX_TOP_LOGPROBS or (sampling.top_logprobs and is_filtered):
             raise ConfigError(
                 f"{sampling.top_logprobs} `top_logprobs` are set, and vLLM reports up to {MAX_TOP_LOGPROBS}, of the "
@@ -104,30 +119,46 @@ class VllmBackend(VllmWeights):
     async def stream(
         self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], salt: str
     ) -> AsyncGenerator[StreamChunk, None]:
+        likeliest = max(sampling.top_logprobs, sampling.alternatives)
         params: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
             "min_tokens": sampling.min_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
+            **self._distribution(sampling),
             "repetition_penalty": sampling.repetition_penalty,
-            "logprobs": sampling.top_logprobs and sampling.top_logprobs + 1,  # the drawn token takes one entry
+            "logprobs": likeliest and likeliest + 1,  # the drawn token takes one entry
             "ignore_eos": True,  # the ids below end an answer
             "stop_token_ids": stop_ids,
             "stop": list(sampling.stop),
         }
         if sampling.logit_bias:
-            params["logit_bias"] = {str(id): bias for id, bias in sampling.logit_bias.items()}
+            params["logit_bias"] = sent_biases(sampling)
         if sampling.seed is not None:
             params["seed"] = sampling.seed % 2**63
         body = {"token_ids": prompt, "sampling_params": params, "stream": True, "cache_salt": salt}
         if sampling.version is not None:
             body["model"] = adapter_name(sampling.version)
-        async with aclosing(client.stream_events("/inference/v1/generate", body)) as events:
-            async for read, event in events:
-                if event.get("choices"):
-                    yield _parse_chunk(event["choices"][0], sampling.top_logprobs, read)
+        try:
+            async with aclosing(client.stream_events("/inference/v1/generate", body)) as events:
+                async for read, event in events:
+                    if event.get("choices"):
+                        yield _parse_chunk(event["choices"][0], sampling, read)
+        except EngineError as error:
+            _check_logprobs_limit(error, sampling)
+            raise
+
+    def _distribution(self, sampling: SamplingParams) -> dict[str, float]:
+        """Return the parameters of the distribution to draw from.
+
+        A server that reports sets takes no temperature of 0, so the likeliest token is asked for as the only one.
+        """
+        if self.recording.has_sets and sampling.temperature == 0:
+            return {"temperature": 1.0, "top_p": 1.0, "top_k": 1, "min_p": 0.0}
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+        }
 
     async def is_suspended(self, client: HttpClient) -> bool:
         try:
@@ -160,23 +191,52 @@ def _round_up_rank(rank: int) -> int:
     return capacity
 
 
-def _parse_chunk(choice: dict[str, Any], top: int, read: int) -> StreamChunk:
+def _check_logprobs_limit(error: EngineError, sampling: SamplingParams) -> None:
+    """Raise the remedy if a server refused the number of log-probs."""
+    limit = LOGPROBS_LIMIT.search(str(error))
+    if limit is not None:
+        asked = max(sampling.top_logprobs, sampling.alternatives)
+        option = "correction.alternatives" if sampling.alternatives else "top_logprobs"
+        raise ConfigError(
+            f"This server returns {int(limit[1]) - 1} log-probs a token, and `{option}={asked}`. Start it with "
+            f"`--max-logprobs {asked + 1}`."
+        ) from error
+
+
+def _parse_chunk(choice: dict[str, Any], sampling: SamplingParams, read: int) -> StreamChunk:
     ids: list[int] = choice.get("token_ids") or []
     content = (choice.get("logprobs") or {}).get("content") or []
     if len(content) != len(ids):
         raise EngineError(f"vLLM sent {len(ids)} tokens with {len(content)} log-probs.")
     spans = choice.get("weight_versions")
+    sets: list[list[int]] | None = choice.get("sampling_mask")
+    if ids and sets is None and needs_report(sampling):
+        raise ConfigError(
+            "This run trains on answers that are cut off by `sampling.top_k`, and this vLLM server does not report "
+            "the tokens that are left. Start it with `--return-sampling-mask`."
+        )
+    if ids and sets is not None and len(sets) != len(ids):
+        raise EngineError(f"vLLM sent {len(ids)} tokens with {len(sets)} sets of tokens that could be drawn.")
     return StreamChunk(
         ids=ids,
         logp=[float(entry["logprob"]) for entry in content],
-        top_logprobs=[_parse_top_logprobs(entry, top) for entry in content] if top else [],
+        top_logprobs=_parse_likeliest(content, sampling.top_logprobs),
+        alternatives=_parse_likeliest(content, sampling.alternatives),
+        sets=sets,
         finish_reason=choice.get("finish_reason"),
         version_spans=None if spans is None else [(entry["version"], entry["start"], entry["end"]) for entry in spans],
         read=read,
     )
 
 
-def _parse_top_logprobs(entry: dict[str, Any], top: int) -> list[tuple[int, float]]:
-    """Return the likeliest tokens at one position. The entry lists the drawn token first, likely or not."""
-    likeliest = {int(item["token_id"]): float(item["logprob"]) for item in entry["top_logprobs"]}
-    return sorted(likeliest.items(), key=lambda item: -item[1])[:top]
+def _parse_likeliest(content: list[dict[str, Any]], number: int) -> list[Likeliest]:
+    """Return the likeliest tokens at each position. An entry lists the drawn token first, likely or not."""
+    if not number:
+        return []
+    return [sorted(_parse_logprobs(entry).items(), key=lambda item: -item[1])[:number] for entry in content]
+
+
+def _parse_logprobs(entry: dict[str, Any]) -> dict[int, float]:
+    """Return the log-probs of an entry. Where vLLM means minus infinity, which JSON lacks, it writes a low number."""
+    read = {int(item["token_id"]): float(item["logprob"]) for item in entry["top_logprobs"]}
+    return {token: logp if logp > NO_LOGP else -math.inf for token, logp in read.items()}

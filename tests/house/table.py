@@ -134,7 +134,15 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("served_model",),
     ),
     "rollout": (
-        ("attention_groups", "block_pool", "python_environments", "sampling", "server_load", "server_process"),
+        (
+            "attention_groups",
+            "block_pool",
+            "python_environments",
+            "reported_sets",
+            "sampling",
+            "server_load",
+            "server_process",
+        ),
         ("device_sampling", "engine_thread", "gpu_share", "held_adapters", "kv_budget", "request", "router"),
         ("scheduler", "server_backend"),
         ("partial_completion", "server_client", "state_trial"),

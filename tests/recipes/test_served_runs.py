@@ -13,9 +13,10 @@ from etude.cli import main
 from etude.models import save
 from etude.models.model import stored_buffers
 from etude.rollout import ServerPool
-from tests.components import require
+from tests.components import require, require_environment
 from tests.families import family_model
 from tests.recipes.runs import Captured, options, refused_run, step_metrics, train
+from tests.rollout import vllm_on_cpu
 from tests.served import bring, joined, on, options_of, started
 from tests.worlds import make_model, make_tasks, make_tokenizer
 
@@ -86,6 +87,20 @@ def test_a_run_sends_its_weights_through_shared_memory(kind: str, sums: Path) ->
     for line in step_metrics(run):
         assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_pause_ms"] > 0
     assert not (run / "published").exists()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("vllm", marks=on("vllm"))])
+def test_a_run_trains_on_answers_of_which_a_server_cuts_tokens_off(kind: str, sums: Path) -> None:
+    """The trainer's log-probs over the reported sets equal the server's. Scored answers are greedy."""
+    given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
+    given["rollout.python"] = vllm_on_cpu.python(require_environment(kind), sums)
+    given |= {"sampling.top_p": 0.9, "sampling.top_k": 40, "sampling.max_tokens": 8, "evaluate.sampling.temperature": 0}
+    given |= {"correction.center": "true", "correction.alternatives": 40, "correction.weight": "truncate"}
+    scored = {"data.val": f"[{sums / 'held_out.jsonl'}]", "evaluate.every": 2}
+    for line in step_metrics(train(sums, sums / "run", rollout=kind, **given, **scored, steps=2)):
+        assert line["mismatch/k3"] < 1e-9 and line["support/bound_share"] == 1
+        assert 1 < line["support/size"] < 40
+        assert line["center/mass"] > 1 - 1e-5, "all that could be drawn is among the alternatives"
 
 
 @pytest.fixture(scope="module")

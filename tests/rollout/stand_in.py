@@ -6,12 +6,14 @@ continues an answer in the same way. Weights that come through shared memory are
 
 Options: `--pace SECONDS` is the time of a token, `--version` the reported version, `--lists PATH …` the endpoints in
 /openapi.json. `--dies` prints an error and ends before it serves, `--poor` refuses every change of weights. `--tells`
-prints the key, `--child` starts a process that outlives the server. If the environment holds a key, the server requires
+prints the key, `--child` starts a process that outlives the server. `--return-sampling-mask` and `--max-logprobs` are
+vLLM's. The set of a token is the token and the one before it. If the environment holds a key, the server requires
 it as vLLM does.
 
 `/be` changes the behavior of a running server: `{"poor": true}` refuses weights, `{"deaf": true}` refuses to end
 answers, `{"gives_up": 2}` ends two answers half-way, `{"ill": true}` fails the health check. `{"hangs": true}` lets
-calls of the engine hang, and `{"closed": true}` knows no training endpoint.
+calls of the engine hang, and `{"closed": true}` knows no training endpoint. `{"astray": true}` leaves the drawn token
+out of its set.
 """
 
 from __future__ import annotations
@@ -38,6 +40,11 @@ GUARDED = ("/v1", "/v2", "/inference")
 def next_token(context: list[int], salt: int) -> int:
     """Return the next token."""
     return (31 * sum(context) + 7 * len(context) + salt) % V
+
+
+def set_of(token: int) -> list[int]:
+    """Return the tokens that could be drawn where this one was."""
+    return [(token - 1) % V, token]
 
 
 def logp_of(token: int) -> float:
@@ -144,11 +151,39 @@ class Handler(BaseHTTPRequestHandler):
             state.load(Path(body["kwargs"]["weights_path"]))
         self.say(b'{"success": true}')
 
+    def refusal(self, params: dict[str, Any]) -> str:
+        """Return vLLM's reason to refuse the request; empty if there is none."""
+        options = self.state.options
+        if options.return_sampling_mask and not (params["temperature"] > 0 and params["top_k"] > 0):
+            return "sampling distribution replay requires top_k > 0"
+        if params["logprobs"] > options.max_logprobs:
+            asked = f"Requested sample logprobs of {params['logprobs']}"
+            return f"{asked}, which is greater than max allowed: {options.max_logprobs}"
+        return ""
+
+    def describe(self, token: int, params: dict[str, Any]) -> dict[str, Any]:
+        """Return a drawn token with its log-probs and its set. Only the tokens of its set have a probability."""
+        likeliest = [{"token_id": token, "logprob": logp_of(token)}]
+        if params["logprobs"]:
+            others = [(token - 1 - place) % V for place in range(params["logprobs"] - 1)]
+            likeliest += [{"token_id": id, "logprob": -9999.0 if place else -1.5} for place, id in enumerate(others)]
+        entry = {"token_id": token, "logprob": logp_of(token), "top_logprobs": likeliest}
+        mask = [[id for id in set_of(token) if id != token or not self.state.options.astray]]
+        return {
+            "token_ids": [token],
+            "logprobs": {"content": [entry]},
+            "sampling_mask": mask if self.state.options.return_sampling_mask else None,
+        }
+
     def write(self, context: list[int], params: dict[str, Any]) -> None:
         """Stream an answer."""
         self.send_response(200)
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
+        if self.refusal(params):
+            self.chunk(f"data: {json.dumps({'error': {'message': self.refusal(params)}})}\n\n".encode())
+            self.chunk(b"")
+            return
         begin, self.state.running = len(context), self.state.running + 1
         try:
             while True:
@@ -163,12 +198,8 @@ class Handler(BaseHTTPRequestHandler):
                     ends = "abort"
                 finish = ends or ("length" if drawn == params["max_tokens"] else None)
                 span = [{"version": self.state.label, "start": 0, "end": drawn}]
-                choice = {
-                    "token_ids": [token],
-                    "finish_reason": finish,
-                    "logprobs": {"content": [{"token_id": token, "logprob": logp_of(token), "top_logprobs": []}]},
-                    "weight_versions": span if finish else None,
-                }
+                choice = self.describe(token, params)
+                choice |= {"finish_reason": finish, "weight_versions": span if finish else None}
                 self.chunk(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
                 if finish:
                     break
@@ -222,7 +253,9 @@ def main() -> None:
     parser.add_argument("--tells", action="store_true")
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--poor", action="store_true")
-    parser.set_defaults(gives_up=0, ill=False, deaf=False, hangs=False, closed=False)
+    parser.add_argument("--return-sampling-mask", action="store_true")
+    parser.add_argument("--max-logprobs", type=int, default=20)
+    parser.set_defaults(astray=False, gives_up=0, ill=False, deaf=False, hangs=False, closed=False)
     options, _ = parser.parse_known_args()
     print("a server begins", flush=True)
     if options.tells:

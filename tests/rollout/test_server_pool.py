@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from etude.records import Completion, SamplingParams
 from etude.rollout import ServerConfig, ServerPool, SglangConfig, VllmConfig
 from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.launch import launch_specs, start_servers
+from etude.rollout.reported_sets import LOGPROBS_ALONE, Recording
 from etude.rollout.server_backend import LaunchSpec
 from etude.rollout.server_engine import ModelShape, ServerEngine
 from etude.rollout.server_process import find_free_port
 from etude.rollout.vllm import VllmBackend
 from tests.processes import gone
-from tests.rollout.stand_in import V, logp_of, next_token
+from tests.rollout.stand_in import V, logp_of, next_token, set_of
 from tests.waits import blocked_until as until
 
 ROOT = Path(__file__).parents[2]
@@ -64,15 +66,15 @@ def python(directory: Path) -> Path:
 
 
 @contextmanager
-def served(directory: Path, *, enable_sleep: bool = False, **options: Any) -> Iterator[ServerPool]:
+def served(
+    directory: Path, recording: Recording = LOGPROBS_ALONE, *, enable_sleep: bool = False, **options: Any
+) -> Iterator[ServerPool]:
     """Start servers with the salt 5."""
     options = {"python": python(directory), "restarts": 1, "start_timeout": 60.0} | options
     config = VllmConfig(**options)
     model = weights(directory / "model", 5)
-    logs = directory / "logs"
-    with start_servers(
-        config, model, None, dtype="float32", device="cpu", logs=logs, enable_sleep=enable_sleep
-    ) as engine:
+    more: dict[str, Any] = {"logs": directory / "logs", "enable_sleep": enable_sleep, "recording": recording}
+    with start_servers(config, model, None, dtype="float32", device="cpu", **more) as engine:
         yield engine
 
 
@@ -136,6 +138,60 @@ def test_when_a_server_dies_another_continues_from_its_tokens(tmp_path: Path) ->
         until(lambda: all(server.is_up for server in engine.servers))
         assert engine.stats().reduce()["engine/restarts"] == 1
         assert len(pids(tmp_path)) == 2
+
+
+CUT = SamplingParams(max_tokens=20, top_p=0.9, top_k=2, support=True, alternatives=24)
+
+
+def test_an_answer_keeps_its_sets_and_alternatives_when_another_server_continues_it(tmp_path: Path) -> None:
+    recording = Recording.of(CUT)
+    with (
+        served(tmp_path, recording, replicas=2, server_args=(SLOW,)) as engine,
+        ThreadPoolExecutor() as pool,
+    ):
+        pending = pool.submit(engine.generate_all, [ids([n]) for n in range(8)], [CUT] * 8)
+        until(lambda: sum(server.new_tokens for server in engine.servers) > 40)
+        os.kill(pids(tmp_path)[0], signal.SIGKILL)
+        answers = pending.result(60)
+        assert engine.stats().reduce()["engine/requests_resumed"] >= 1
+        greedy = replace(CUT, temperature=0)
+        (likeliest,) = engine.generate_all([ids([3])], [greedy])
+        with pytest.raises(ConfigError, match=r"takes no request without `top_k`\. Set `top_k`"):
+            engine.generate_all([ids([3])], [SamplingParams()])
+    for answer in answers:
+        assert answer.support is not None and answer.alternative_ids is not None
+        assert answer.alternative_logp is not None and answer.alternative_logp.shape == (20, 24)
+        for place, token in enumerate(answer.ids.tolist()):
+            assert answer.support.mask(place, V).nonzero()[0].tolist() == sorted(set_of(token))
+            drawn = answer.alternative_ids[place] == token
+            assert np.allclose(answer.alternative_logp[place][drawn], logp_of(token))
+        assert np.isfinite(answer.alternative_logp).sum(1).tolist() == [2] * 20
+    assert likeliest.support is not None and likeliest.support.sizes(V).tolist() == [1] * 20
+    assert not likeliest.logp.any() and likeliest.raw_logp is None
+
+
+def test_a_server_that_does_not_report_what_a_run_needs_is_refused(tmp_path: Path) -> None:
+    recording = Recording.of(CUT)
+    with served(tmp_path, recording) as engine:
+        with pytest.raises(ConfigError, match=r"`top_p=0\.9` cuts tokens off an answer.*has vLLM report no sets"):
+            VllmConfig().create_backend().check_sampling(CUT)
+        be(engine.servers[0].url, astray=True)
+        with pytest.raises(DataError, match=r"vLLM at http\S+ reports 1 tokens that could be drawn at token 0 of"):
+            engine.generate_all([ids([3])], [CUT])
+    with (
+        served(tmp_path, recording, server_args=("--max-logprobs", "20")) as engine,
+        pytest.raises(ConfigError, match=r"returns 19 log-probs a token.*=24`\. Start it with `--max-logprobs 25`"),
+    ):
+        engine.generate_all([ids([3])], [CUT])
+    with served(tmp_path) as engine:
+        engine.servers[0].backend.recording = recording  # as for a server that somebody else has started
+        with pytest.raises(ConfigError, match=r"does not report the tokens that are left\. Start it with `--return-"):
+            engine.generate_all([ids([3])], [replace(CUT, alternatives=0)])
+    with (
+        pytest.raises(ConfigError, match=r"vLLM 0\.27\.1, does not report which\. Use vLLM from 0\.28"),
+        served(tmp_path, recording, server_args=("--version", "0.27.1")),
+    ):
+        pass
 
 
 def test_a_server_that_hangs_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,13 +531,14 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
         enable_sleep: bool = False,
         adapters: AdapterSpec | None = None,
         kind: type[ServerConfig] = VllmConfig,
+        recording: Recording = LOGPROBS_ALONE,
         **options: Any,
     ) -> tuple[str, dict[str, str]]:
         config = kind(**options)
         requested: dict[str, Any] = {"enable_sleep": enable_sleep, "adapters": adapters}
         common = LaunchSpec(config, tmp_path / "model", Path("python"), "bfloat16", device, **requested)
         launch = launch_specs(common, shape)[-1]
-        backend = config.create_backend()
+        backend = config.create_backend(recording=recording)
         return " ".join(backend.command(launch, node)), backend.environment_variables(launch)
 
     assert "--max-num-seqs 7" in command(max_num_seqs=7)[0]
@@ -505,6 +562,9 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     assert variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1" and "--enable-lora" not in command()[0]
     line, _ = command(adapters=AdapterSpec(3, 9, ("q_proj", "v_proj")), kind=SglangConfig)
     assert "--max-lora-rank 9 --enable-lora --max-loras-per-batch 3 --lora-target-modules q_proj v_proj" in line
+    line, _ = command(recording=Recording(512, 32))
+    assert "--max-logprobs 33" in line and "--return-sampling-mask" in line
+    assert "--max-logprobs 20" in command()[0] and "--return-sampling-mask" not in command()[0]
     with pytest.raises(ConfigError, match=r"adapter rank is 513, and vLLM takes 512 at most. Lower `lora\.rank`"):
         command(adapters=AdapterSpec(3, 513))
 

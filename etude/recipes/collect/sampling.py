@@ -60,13 +60,6 @@ class SamplingConfig(SamplingBase):
         params = self.params(seed)
         return replace(params, support=params.excludes_tokens, alternatives=alternatives)
 
-    @property
-    def filters(self) -> dict[str, float]:
-        """The options that exclude tokens, by name."""
-        values = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        neutral = SamplingParams()
-        return {name: value for name, value in values.items() if value != getattr(neutral, name)}
-
 
 class EvaluationSampling(SamplingBase):
     """Sampling options for scoring. The length of answers is that of training, unless it is set."""

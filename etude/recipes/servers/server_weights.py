@@ -38,6 +38,7 @@ from etude.rollout import ServerConfig, ServerPool, VllmConfig
 from etude.rollout.gpu_share import share_beside_rank
 from etude.rollout.held_adapters import AdapterSpec, adapter_count
 from etude.rollout.launch import Device, Dtype, start_servers
+from etude.rollout.reported_sets import Recording
 from etude.rollout.server_engine import ServerEngine
 from etude.rollout.vllm_weights import install_plugin
 from etude.sync import SyncConfig
@@ -218,6 +219,7 @@ def serve_run(
             enable_sleep=sleeps,
             plugin_path=plugin_directory,
             adapters=adapters,
+            recording=Recording.of(run.sampling.training_params(alternatives=run.correction.recorded_alternatives)),
             console=console,
         ) as served:
             base, kept = (None, KEPT) if adapters is None else (first, adapters.held)

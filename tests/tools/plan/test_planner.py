@@ -20,6 +20,7 @@ from etude.models import EngineModel, create, create_empty, tiny_config
 from etude.models.prepack import can_prepack
 from etude.records import SamplingParams
 from etude.rollout import TorchEngine, VllmConfig
+from etude.rollout.reported_sets import LOGPROBS_ALONE, Recording
 from etude.rollout.scheduler import KEPT_STATES
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_engine import ModelShape
@@ -523,7 +524,7 @@ def test_replicas_are_counted_on_their_devices(model: Path) -> None:
 class Other(VllmConfig):
     """A server engine without a known memory policy."""
 
-    def create_backend(self, adapters: int = 0) -> ServerBackend:
+    def create_backend(self, adapters: int = 0, recording: Recording = LOGPROBS_ALONE) -> ServerBackend:
         """Return vLLM's backend under another name."""
         return type("Elsewhere", (VllmBackend,), {"package": "Elsewhere"})()  # type: ignore[no-any-return]
 

@@ -23,6 +23,7 @@ from etude.recipes.run.rules.batch_columns import check_batch_columns, check_col
 from etude.recipes.run.rules.group_size import TRIAL_REWARDS, trial_advantages
 from etude.recipes.run.rules.placement import check_placement
 from etude.recipes.run.rules.stale_data import check_stale_ratios, check_staleness
+from etude.recipes.run.rules.token_sets import check_token_sets
 from etude.recipes.run.rules.turns import check_turns
 from etude.rewards import CombinedReward, NoReward, RewardFunction
 from etude.rollout import ServerConfig, TorchEngineConfig
@@ -72,6 +73,7 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
     for check in (
         check_agents,
         check_servers,
+        check_token_sets,
         _check_environment,
         check_staleness,
         _check_algorithm_options,
@@ -281,16 +283,6 @@ def check_servers(run: Run) -> Iterator[ConfigError]:
     if run.train.precision == "fp64":
         yield ConfigError(
             "`train.precision=fp64` is a precision that no server computes in. Choose another, or `rollout=embedded`."
-        )
-    if run.correction.center:
-        yield ConfigError(
-            "`correction.center=true` needs the alternatives to each token, which servers do not record. Choose "
-            "`rollout=embedded`, or leave it out."
-        )
-    for name, value in run.sampling.filters.items():
-        yield ConfigError(
-            f"`sampling.{name}={value:g}` cuts tokens off, and servers do not report which. Choose `rollout=embedded`, "
-            "or leave it out."
         )
     if run.lora.publish != type(run.lora)().publish:
         yield ConfigError(

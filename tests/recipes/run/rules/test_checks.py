@@ -149,8 +149,20 @@ def test_an_advantage_of_groups_is_warned_of_a_group_of_one(
 
 def test_training_on_truncated_answers_needs_an_engine_that_reports_the_tokens_left(world: Path) -> None:
     check_run(run_of(world, **{"sampling.top_p": 0.9}))
-    with pytest.raises(ConfigError, match=r"`sampling\.top_p=0\.9` cuts tokens off, and servers do not report which"):
-        check_run(run_of(world, rollout="vllm", **{"sampling.top_p": 0.9}))
+    served = {"rollout": "vllm", "rollout.url": "http://127.0.0.1:9"}
+    with pytest.raises(ConfigError, match=r"vLLM reports the tokens that `sampling\.top_p` keeps only with"):
+        check_run(run_of(world, **served, **{"sampling.top_p": 0.9}))
+    with pytest.raises(ConfigError, match=r"`sampling\.top_p=0\.9` cuts tokens off, and SGLang's servers do not"):
+        check_run(run_of(world, **served | {"rollout": "sglang"}, **{"sampling.top_p": 0.9}))
+    cut = {"sampling.top_p": 0.9, "sampling.top_k": 512}
+    check_run(run_of(world, **served, **cut))
+    with pytest.raises(ConfigError, match=r"vLLM's build for a CPU does not report which.*`rollout\.python`"):
+        check_run(run_of(world, rollout="vllm", device="cpu", **cut))
+    check_run(run_of(world, rollout="vllm", device="cpu", **cut, **{"sampling.temperature": 0}))
+    held_out = {"data.val": f"[{world / 'held_out.jsonl'}]"}
+    with pytest.raises(ConfigError, match=r"takes no request without `top_k`.*Set `evaluate\.sampling\.top_k=512`"):
+        check_run(run_of(world, **served, **cut, **held_out))
+    check_run(run_of(world, **served, **cut, **held_out, **{"evaluate.sampling.temperature": 0}))
     scored = {"evaluate.sampling.top_p": 0.9, "data.val": f"[{world / 'held_out.jsonl'}]"}
     check_run(run_of(world, rollout="vllm", **scored))
 
