@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -12,14 +13,16 @@ from typing import Any, ClassVar
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import adapter_name
-from etude.rollout.reported_sets import Likeliest
-from etude.rollout.server_backend import LaunchSpec, StreamChunk, sent_biases
+from etude.rollout.reported_sets import Likeliest, active_filters
+from etude.rollout.server_backend import LaunchSpec, StreamChunk, VersionSpan, sent_biases
 from etude.rollout.server_client import HttpClient
 from etude.rollout.server_load import ServerLoad
 from etude.rollout.sglang_weights import SglangWeights, adapter_args
 
 NO_OVERLAP = "--disable-overlap-schedule"
 """The argument by which a pause in place leaves no step under way, which would meet a change of weights half-way."""
+DEFAULT_SET_SIZE = 4096
+"""The most tokens of a set that it reports, unless it is started with another limit."""
 RESERVED_TOKENS = 6
 """Tokens of its context that no prompt may use."""
 
@@ -53,6 +56,8 @@ class SglangBackend(SglangWeights):
             args.append("--enable-memory-saver")
         if self.kv == "keep":
             args.append(NO_OVERLAP)
+        if self.recording.top_k * 2 > DEFAULT_SET_SIZE:  # tokens as likely as the last one are kept too
+            args += ["--sampling-mask-max-tokens", str(self.recording.top_k * 2)]
         if launch.adapters is not None:
             args += ["--max-lora-rank", str(launch.adapters.rank), *adapter_args(launch.adapters.held)]
             args += ["--lora-target-modules", *launch.adapters.modules]
@@ -96,7 +101,14 @@ class SglangBackend(SglangWeights):
     async def check_version(self, client: HttpClient) -> str:
         """Do as the base class, and refuse a server that could change its weights during a step."""
         version = await super().check_version(client)
-        if self.kv == "keep" and not json.loads(await client.get("/server_info"))["disable_overlap_schedule"]:
+        info = json.loads(await client.get("/server_info"))
+        limit = info.get("sampling_mask_max_tokens", DEFAULT_SET_SIZE)
+        if self.recording.top_k > limit:
+            raise ConfigError(
+                f"SGLang reports at most {limit} tokens a set, and `sampling.top_k={self.recording.top_k}`. Lower it, "
+                f"or start the server with `--sampling-mask-max-tokens {self.recording.top_k}`."
+            )
+        if self.kv == "keep" and not info["disable_overlap_schedule"]:
             raise ConfigError(
                 f"`rollout.kv=keep` pauses requests in place, and the SGLang server at {client.url} may still compute "
                 f"a step then. Start it with `{NO_OVERLAP}`, or set `rollout.kv=recompute`."
@@ -104,9 +116,9 @@ class SglangBackend(SglangWeights):
         return version
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Refuse filters and a repetition penalty.
+        """Refuse a repetition penalty, which has another meaning there, and filters that it cannot report.
 
-        Its log-probs are those before the filters, and its penalty has another meaning.
+        With filters its usual log-probs are those before them. Beside sets it reports those after them.
         """
         super().check_sampling(sampling)
         if sampling.repetition_penalty != 1:
@@ -114,11 +126,16 @@ class SglangBackend(SglangWeights):
                 "`repetition_penalty` is set, and SGLang penalizes the tokens of the answer alone, while other "
                 "engines penalize those of the prompt too. Leave it out, or choose `rollout=vllm`."
             )
-        filters = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
-        for name in (name for name, on in filters.items() if on and sampling.temperature > 0):
+        filters = active_filters(sampling)
+        if filters and sampling.top_k == 0:
             raise ConfigError(
-                f"`{name}` is set, and SGLang reports log-probs without it. The sampling distribution would be "
-                f"unknown. Leave it out, or choose `rollout=vllm`."
+                f"`{next(iter(filters))}` is set, and SGLang reports the distribution that it leaves only with `top_k` "
+                "above 0. Set `top_k`, 512 for example."
+            )
+        if filters and sampling.top_logprobs:
+            raise ConfigError(
+                f"{sampling.top_logprobs} `top_logprobs` are set, and SGLang does not report them beside `top_p`, "
+                "`top_k` and `min_p`. Leave one of them out."
             )
 
     async def stream(
@@ -129,8 +146,9 @@ class SglangBackend(SglangWeights):
             "max_new_tokens": sampling.max_tokens,
             "min_new_tokens": sampling.min_tokens,
             "temperature": sampling.temperature,
-            "top_p": 1.0,
-            "top_k": -1,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
             "stop_token_ids": stop_ids,
             "stop": list(sampling.stop),
             "no_stop_trim": True,
@@ -146,6 +164,8 @@ class SglangBackend(SglangWeights):
             "stream": True,
             "extra_key": salt,
         }
+        if active_filters(sampling):
+            body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
         if sampling.version is not None:
             body["lora_path"] = adapter_name(sampling.version)
         async with aclosing(client.stream_events("/generate", body)) as events:
@@ -174,17 +194,54 @@ def _parse_chunk(event: dict[str, Any], sampling: SamplingParams, read: int) -> 
     scores = meta.get("output_token_logprobs") or []
     if len(scores) != len(ids):
         raise EngineError(f"SGLang sent {len(ids)} tokens with {len(scores)} log-probs.")
-    finish, spans = meta.get("finish_reason"), meta.get("weight_versions")
+    if ids and active_filters(sampling):
+        return _parse_cut_chunk(ids, meta, sampling, read)
     likeliest = meta.get("output_top_logprobs") or []
     return StreamChunk(
         ids=ids,
         logp=[float(entry[0]) for entry in scores],
         top_logprobs=_parse_likeliest(likeliest, sampling.top_logprobs),
         alternatives=_parse_likeliest(likeliest, sampling.alternatives),
-        finish_reason=None if finish is None else finish["type"],
-        version_spans=None if not spans or finish is None else [_parse_span(entry) for entry in spans],
+        finish_reason=_parse_finish(meta),
+        version_spans=_parse_spans(meta),
         read=read,
     )
+
+
+def _parse_cut_chunk(ids: list[int], meta: dict[str, Any], sampling: SamplingParams, read: int) -> StreamChunk:
+    """Return a chunk of tokens of which each has its set, with the log-prob of every token in it, likeliest first."""
+    sets, scores = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
+    if not sets or not scores or len(sets) < len(ids) or len(sets) != len(scores):
+        raise ConfigError(
+            f"These sampling parameters cut tokens off, and this SGLang server sent {len(ids)} tokens with "
+            f"{len(sets or ())} sets of those that are left. Use SGLang from 0.5.23, or leave the filters out."
+        )
+    sets = sets[-len(ids) :]  # a server that sends whole lists repeats the earlier ones
+    scores = scores[-len(ids) :]
+    logp = [dict(zip(allowed, each, strict=True)) for allowed, each in zip(sets, scores, strict=True)]
+    width = sampling.alternatives
+    return StreamChunk(
+        ids=ids,
+        logp=[score.get(token, -math.inf) for token, score in zip(ids, logp, strict=True)],
+        alternatives=[list(score.items())[:width] for score in logp] if width else [],
+        sets=sets,
+        finish_reason=_parse_finish(meta),
+        version_spans=_parse_spans(meta),
+        read=read,
+    )
+
+
+def _parse_finish(meta: dict[str, Any]) -> str | None:
+    finish = meta.get("finish_reason")
+    return None if finish is None else str(finish["type"])
+
+
+def _parse_spans(meta: dict[str, Any]) -> list[VersionSpan] | None:
+    """Return the versions that drew the answer, which its last chunk reports."""
+    spans = meta.get("weight_versions")
+    if not spans or meta.get("finish_reason") is None:
+        return None
+    return [_parse_span(entry) for entry in spans]
 
 
 def _parse_likeliest(entries: list[Any], number: int) -> list[Likeliest]:
@@ -192,5 +249,5 @@ def _parse_likeliest(entries: list[Any], number: int) -> list[Likeliest]:
     return [[(int(id), float(logp)) for logp, id, *_ in entry[:number]] for entry in entries] if number else []
 
 
-def _parse_span(span: Any) -> tuple[str, int, int]:
+def _parse_span(span: Any) -> VersionSpan:
     return (span["version"], span["start"], span["end"]) if isinstance(span, dict) else tuple(span)

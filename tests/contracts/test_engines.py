@@ -106,9 +106,10 @@ def test_a_cut_distribution_is_reported_as_it_is_or_refused(case: EngineCase) ->
     cut = SamplingParams(max_tokens=8, seed=2, top_k=3)
     prompts = prompts_of(4)
     if case.kind == "sglang":
-        with pytest.raises(ConfigError, match="`top_k` is set, and SGLang reports"):
-            case.answers(prompts, cut)
-        return
+        with pytest.raises(ConfigError, match="`top_p` is set, and SGLang reports the distribution"):
+            case.answers(prompts, replace(cut, top_k=0, top_p=0.9))
+        with pytest.raises(ConfigError, match="SGLang does not report them beside `top_p`"):
+            case.answers(prompts, replace(cut, top_logprobs=2))
     for prompt, answer in zip(prompts, case.answers(prompts, cut), strict=True):
         logits = logits_of(case.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1]
         best = logits.topk(3).values

@@ -32,6 +32,23 @@ def sums(tmp_path: Path, served_models: tuple[Path, Path]) -> Path:
     return tmp_path
 
 
+CUT = {
+    "sampling.top_p": 0.9,
+    "sampling.top_k": 40,
+    "correction.center": "true",
+    "correction.alternatives": 40,
+    "correction.weight": "truncate",
+}
+"""The options of runs whose tokens are cut off, with all that are left as alternatives."""
+
+
+def assert_followed(line: dict[str, float]) -> None:
+    """Assert that the trainer's log-probs over the sets are the server's."""
+    assert line["mismatch/k3"] < 1e-9 and line["support/bound_share"] == 1
+    assert 1 < line["support/size"] < 40
+    assert line["center/mass"] > 1 - 1e-5, "all that could be drawn is among the alternatives"
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_samples_for_a_run(
@@ -54,6 +71,9 @@ def test_a_server_samples_for_a_run(
         stale = {"max_staleness": 1, "correction.weight": "truncate", "sampling.max_tokens": 24, "steps": 4}
         for line in step_metrics(train(sums, sums / "stale", **given | stale)):
             assert line["staleness/max"] <= 1 and line["reward"] >= 0, "it samples while the policy trains"
+        if kind == "sglang":
+            for line in step_metrics(train(sums, sums / "cut", **given | CUT, steps=2)):
+                assert_followed(line)
         scored = ["eval", str(run), f"rollout={kind}", *(f"{name}={value}" for name, value in reached.items())]
         assert main([*scored, f"data.val=[{sums / 'held_out.jsonl'}]"]) == 0
     finally:
@@ -94,13 +114,10 @@ def test_a_run_trains_on_answers_of_which_a_server_cuts_tokens_off(kind: str, su
     """The trainer's log-probs over the reported sets equal the server's. Scored answers are greedy."""
     given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
     given["rollout.python"] = vllm_on_cpu.python(require_environment(kind), sums)
-    given |= {"sampling.top_p": 0.9, "sampling.top_k": 40, "sampling.max_tokens": 8, "evaluate.sampling.temperature": 0}
-    given |= {"correction.center": "true", "correction.alternatives": 40, "correction.weight": "truncate"}
+    given |= CUT | {"sampling.max_tokens": 8, "evaluate.sampling.temperature": 0}
     scored = {"data.val": f"[{sums / 'held_out.jsonl'}]", "evaluate.every": 2}
     for line in step_metrics(train(sums, sums / "run", rollout=kind, **given, **scored, steps=2)):
-        assert line["mismatch/k3"] < 1e-9 and line["support/bound_share"] == 1
-        assert 1 < line["support/size"] < 40
-        assert line["center/mass"] > 1 - 1e-5, "all that could be drawn is among the alternatives"
+        assert_followed(line)
 
 
 @pytest.fixture(scope="module")

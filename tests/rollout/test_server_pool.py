@@ -565,6 +565,9 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     line, _ = command(recording=Recording(512, 32))
     assert "--max-logprobs 33" in line and "--return-sampling-mask" in line
     assert "--max-logprobs 20" in command()[0] and "--return-sampling-mask" not in command()[0]
+    line, _ = command(recording=Recording(3000), kind=SglangConfig)
+    assert "--sampling-mask-max-tokens 6000" in line
+    assert "--sampling-mask" not in command(recording=Recording(512), kind=SglangConfig)[0]
     with pytest.raises(ConfigError, match=r"adapter rank is 513, and vLLM takes 512 at most. Lower `lora\.rank`"):
         command(adapters=AdapterSpec(3, 513))
 

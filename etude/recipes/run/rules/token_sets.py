@@ -18,18 +18,14 @@ def check_token_sets(run: Run) -> Iterator[ConfigError]:
     filters = active_filters(run.sampling.params())
     if not isinstance(servers, ServerConfig) or not filters:
         return
-    name, value = next(iter(filters.items()))
-    if not isinstance(servers, VllmConfig):
-        yield ConfigError(
-            f"`sampling.{name}={value:g}` cuts tokens off, and SGLang's servers do not report which. Choose "
-            "`rollout=vllm` or `rollout=embedded`, or leave it out."
-        )
-        return
+    name = next(iter(filters))
     if run.sampling.top_k == 0:
         yield ConfigError(
-            f"vLLM reports the tokens that `sampling.{name}` keeps only with `sampling.top_k` above 0. Set "
-            "`sampling.top_k=512`."
+            f"{servers.create_backend().package} reports the tokens that `sampling.{name}` keeps only with "
+            "`sampling.top_k` above 0. Set `sampling.top_k=512`."
         )
+    if not isinstance(servers, VllmConfig):
+        return
     scoring = run.evaluate.sampling.fill_from(run.sampling).params()
     if run.data.val and scoring.temperature > 0 and scoring.top_k == 0:
         yield ConfigError(
