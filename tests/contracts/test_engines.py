@@ -17,7 +17,8 @@ from etude.chat import Tokenizer
 from etude.errors import ConfigError, DataError, EngineError, EtudeError
 from etude.models import Model, load
 from etude.records import Completion, SamplingParams
-from etude.rollout import ServerPool, TorchEngine, TorchEngineConfig
+from etude.rollout import ServerPool, SglangConfig, TorchEngine, TorchEngineConfig
+from etude.rollout.reported_sets import Recording
 from etude.rollout.server_client import HttpClient
 from etude.rollout.sglang import RESERVED_TOKENS
 from tests.rollout.engines import Ids, logits_of, logp_under
@@ -102,12 +103,25 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from(case: EngineCase)
         assert np.allclose(answer.logp, wanted, atol=2 * EXACT[case.kind])
 
 
+async def check_wide_sets(engine: TorchEngine | ServerPool) -> None:
+    """Join SGLang's server for a run whose sets may have 5,000 tokens."""
+    assert isinstance(engine, ServerPool)
+    address = engine.servers[0].address
+    client = HttpClient(address.url, key=address.key)
+    try:
+        await SglangConfig().create_backend(recording=Recording(5000)).check_version(client)
+    finally:
+        await client.close()
+
+
 def test_a_cut_distribution_is_reported_as_it_is_or_refused(case: EngineCase) -> None:
     cut = SamplingParams(max_tokens=8, seed=2, top_k=3)
     prompts = prompts_of(4)
     if case.kind == "sglang":
         with pytest.raises(ConfigError, match="`top_p` is set, and SGLang reports the distribution"):
             case.answers(prompts, replace(cut, top_k=0, top_p=0.9))
+        with pytest.raises(ConfigError, match=r"at most 4096 tokens a set.*`--sampling-mask-max-tokens 5000`"):
+            asyncio.run(check_wide_sets(case.engine))
         with pytest.raises(ConfigError, match="SGLang does not report them beside `top_p`"):
             case.answers(prompts, replace(cut, top_logprobs=2))
     for prompt, answer in zip(prompts, case.answers(prompts, cut), strict=True):
