@@ -47,7 +47,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(root / "first", steps=40)
     write_step_replay(root / "first", changed=True)
     write_run(root / "sweep" / "0-loss-gspo", steps=20)
-    start = {"process": 1, "host": "far", "device": "cuda", "versions": {"torch": "2.9", "numpy": "2.3"}}
+    start = {"process": 1, "host": "far", "preset": "", "device": "cuda"}
+    start |= {"versions": {"torch": "2.9", "numpy": "2.3"}}
     lines = [{"at": 5.0, "began": 0, **start}, {"at": 6.0, "began": 3, **start}]
     lines += [{"at": 9.0, "ended": 20, "how": "failed", "message": HOSTILE}]
     (root / "sweep" / "0-loss-gspo" / "sessions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
