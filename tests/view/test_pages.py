@@ -132,7 +132,7 @@ def test_curves_are_smoothed_and_drawn_over_time_or_tokens_and_say_which_value_t
     browser.until(f"{READY} && {first}?.innerText.includes('smoothed')")
     assert "1" in texts(browser, ".panel .value > span")[0].split(), "the head of the page has the same number"
     browser.open(f"{address}run?run=first&metrics=reward&smooth=0&x=time&log=true")
-    browser.until(f"{READY} && {first}")
+    browser.until(f"{READY} && document.querySelectorAll('.panel').length == 1")
     assert texts(browser, ".panel .value") == ["1"]
     browser.evaluate(
         f"(over => {{ const {{ left, top, width }} = over.getBoundingClientRect();"
