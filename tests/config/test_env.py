@@ -14,7 +14,7 @@ from etude.errors import ConfigError
 
 def test_every_function_of_the_module_is_in_use() -> None:
     rooms = (Path(env.__file__).parents[1], Path(__file__).parents[1])
-    imports = re.compile(r"^from etude\.config\.env import (\([^)]*\)|[^\n]*)", re.MULTILINE)
+    imports = re.compile(r"^ *from etude\.config\.env import (\([^)]*\)|[^\n]*)", re.MULTILINE)
     texts = [file.read_text(encoding="utf-8") for room in rooms for file in room.rglob("*.py")]
     used = {name for text in texts for names in imports.findall(text) for name in re.findall(r"\w+", names)}
     own = {name for name, value in vars(env).items() if getattr(value, "__module__", "") == env.__name__}
