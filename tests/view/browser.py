@@ -20,6 +20,8 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )
 WAIT_S = 20.0
+LEFT = "Inspected target navigated or closed"
+"""The error of an expression whose page was left while it was evaluated."""
 READY = "document.querySelector('main') && !document.querySelector('[role=status]')"
 """True if the page has the replies to its requests."""
 
@@ -88,11 +90,20 @@ class Browser:
     def until(self, expression: str, within_s: float = WAIT_S) -> None:
         """Wait until an expression is true."""
         end = time.monotonic() + within_s
-        while not self.evaluate(f"Boolean({expression})"):
+        while not self._holds(expression):
             if time.monotonic() > end:
                 text = self.evaluate("document.body.innerText")
                 raise AssertionError(f"never true: {expression}\n{text[:2000]}\n{self.problems}")
             time.sleep(0.05)
+
+    def _holds(self, expression: str) -> bool:
+        """Return whether an expression is true; it is not while the page gives way to another."""
+        try:
+            return bool(self.evaluate(f"Boolean({expression})"))
+        except AssertionError as error:
+            if LEFT in str(error):
+                return False
+            raise
 
     def press(self, key: str) -> None:
         """Press a key."""
