@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etude.rollout.sampling import SamplingState, _inverse_cdf
+from etude.rollout.sampling import SamplingState, inverse_cdf
 
 MAX_IDS = 8
 """The most biased tokens, and the most end tokens, of a row that is drawn on the device."""
@@ -113,7 +113,7 @@ def draw(logits: Tensor, parameters: DrawParameters, *, filtered: bool) -> Drawn
     if filtered:
         scaled = _filter(scaled, parameters)
     probabilities = torch.softmax(scaled, -1)
-    ids = _inverse_cdf(probabilities, uniform(parameters.seeds, parameters.positions))
+    ids = inverse_cdf(probabilities, uniform(parameters.seeds, parameters.positions))
     greedy = temperature == 0
     ids = torch.where(greedy, adjusted.argmax(-1), ids)
     certain = greedy & (adjusted.amax(-1) > -math.inf)

@@ -168,7 +168,7 @@ def sample_tokens(
 
 def _sample_unmodified(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     probabilities = torch.softmax(logits.float(), -1)
-    ids = _inverse_cdf(probabilities, uniform)
+    ids = inverse_cdf(probabilities, uniform)
     return ids, probabilities.gather(1, ids[:, None])[:, 0]
 
 
@@ -216,7 +216,7 @@ class _AdjustedRows:
             if params.alternatives:
                 self.alternatives[row] = _likeliest(logits[row], params.alternatives)
         probabilities = torch.softmax(logits, -1)
-        ids = _inverse_cdf(probabilities, uniform)
+        ids = inverse_cdf(probabilities, uniform)
         greedy = temperature == 0
         if bool(greedy.any()):
             ids = torch.where(greedy, self.logits.argmax(-1), ids)
@@ -284,7 +284,7 @@ def _nucleus_floor(probabilities: Tensor, top_p: Tensor) -> Tensor:
     return floor
 
 
-def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """[N, V] weights, [N] in [0, 1) → [N]: the first token at which the running sum passes that share of the total.
 
     Each row goes through the same sums for any other rows. A token of weight zero is never returned.
