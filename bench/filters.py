@@ -1,4 +1,4 @@
-"""What filters of the sampler cost the embedded engine and an update, beside the same work without one.
+"""Time the embedded engine and an update with filters of the sampler, beside the same work without one.
 
     python -m bench.filters [--rounds 5] [--vocabulary 151936] [--json FILE]
 

@@ -32,7 +32,7 @@ LEARNING_RATE = 0.5
 REWARD = 0.3
 LUCK = np.array([-1.0, 1.0])
 DELAY = 100
-"""How many steps old the stale sampler is."""
+"""The age of the stale sampler, in steps."""
 DRIFT_STEP = 100
 """The step at which drift is measured."""
 MIN_P = 0.1

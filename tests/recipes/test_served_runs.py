@@ -147,7 +147,7 @@ def test_the_ranks_of_a_run_send_its_weights_to_a_server(
 LATENT = {"head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 """The widths of DeepSeek V3, which vLLM has kernels for."""
 ROUTED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""What the files of DeepSeek V3 say besides, and vLLM reads."""
+"""Further fields of the files of DeepSeek V3 that vLLM reads."""
 
 
 @pytest.mark.parametrize("kind", [pytest.param("vllm", marks=on("vllm"))])
