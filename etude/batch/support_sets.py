@@ -76,14 +76,35 @@ class SupportSets:
         kind = torch.cat([self.kind, self.kind.new_full((1,), -1)])[sets]  # -1 reads the entry at the end
         allowed = (kind != SetKind.KEPT)[:, None].repeat(1, vocab_size)
         rows = ((kind == SetKind.KEPT) | (kind == SetKind.BANNED)).nonzero()[:, 0]
-        sizes = self.offsets[sets[rows] + 1] - self.offsets[sets[rows]]
-        ids = self.data[ranges(self.offsets[sets[rows]], sizes)].long()
-        listed = rows.repeat_interleave(sizes)
+        of_rows, ids = self.listed(sets[rows])
+        listed = rows[of_rows]
         allowed[listed, ids] = kind[listed] == SetKind.KEPT
         rows = (kind == SetKind.BITS).nonzero()[:, 0]
         if len(rows):
             different, which = torch.unique(sets[rows], return_inverse=True)
             allowed[rows] = self._unpack_bits(different, vocab_size)[which]
+        return allowed
+
+    def lists_at_most(self, index: Tensor, count: int) -> Tensor:
+        """[n] places → [n] bool: return which of these sets are stored as at most `count` ids that are in them."""
+        small = (self.kind == SetKind.KEPT) & (self.offsets.diff() <= count)
+        return torch.cat([small, small.new_zeros(1)])[index.long()]  # -1 reads the entry at the end
+
+    def listed(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """[n] places of listed sets → all of their ids end to end, and before them the row of each."""
+        sets = index.long()
+        sizes = self.offsets[sets + 1] - self.offsets[sets]
+        rows = torch.arange(len(sets), device=sets.device).repeat_interleave(sizes)
+        return rows, self.data[ranges(self.offsets[sets], sizes)].long()
+
+    def listed_mask(self, index: Tensor, words: Tensor) -> Tensor:
+        """[n] places of sets of the form `KEPT`, [W] ascending ids → [n, W]: return which of these are in each set.
+
+        All ids of the sets are among `words`.
+        """
+        rows, ids = self.listed(index)
+        allowed = torch.zeros(len(index), len(words), dtype=torch.bool, device=words.device)
+        allowed[rows, torch.searchsorted(words, ids)] = True
         return allowed
 
     def _unpack_bits(self, sets: Tensor, vocab_size: int) -> Tensor:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from etude.models.prepack import PrepackedWeights
     from etude.models.shapes import AttentionShape
     from etude.models.tiny import tiny_config
-    from etude.models.token_sets import TokenSets
+    from etude.models.token_sets import HeadRows, TokenSets
 
 __all__ = [
     "ActivationCheckpointing",
@@ -27,6 +27,7 @@ __all__ = [
     "AttentionShape",
     "EngineModel",
     "Head",
+    "HeadRows",
     "LoraAdapterConfig",
     "Model",
     "PackedAttention",
@@ -53,7 +54,7 @@ __getattr__ = lazy_getattr(
         "config": ("ActivationCheckpointing", "Head", "LoraAdapterConfig"),
         "loading": ("read_context_length", "create", "load", "create_empty", "save"),
         "logprob_head": ("logp_and_entropy", "map_logit_chunks", "token_logp"),
-        "token_sets": ("TokenSets",),
+        "token_sets": ("HeadRows", "TokenSets"),
         "prepack": ("PrepackedWeights",),
         "shapes": ("AttentionShape",),
         "model": ("Model",),

@@ -1,7 +1,8 @@
 """Log-probs and entropies directly from hidden states: the whole [N, V] matrix of logits never exists.
 
 The logits of a chunk of rows are computed, used, and freed; the backward pass computes them again. The results are
-those of `algorithms/logits.py`: in float32 or wider, with logits divided by the temperature first.
+those of `algorithms/logits.py`: in float32 or wider, with logits divided by the temperature first. Rows whose token was
+drawn from a small set get the logits of a part of the vocabulary only (see `token_sets`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from etude.models.model import Model
-from etude.models.token_sets import TokenSets
+from etude.models.token_sets import HeadRows, TokenSets, split_rows
 
 CHUNK = 1024
 """The largest number of rows of logits at a time on a CPU."""
@@ -47,7 +48,7 @@ def map_logit_chunks(
     """
 
     def restricted(logits: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
-        return fn(logits if sets is None else sets.restrict(logits, start), start, stop)
+        return fn(logits if sets is None else sets.restrict(logits, slice(start, stop)), start, stop)
 
     out: tuple[Tensor, ...] = _LogitChunks.apply(
         model, restricted, chunk or _chunk_rows(model), hidden, *_weights(model)
@@ -147,14 +148,17 @@ class _HeadGradients:
             torch.zeros_like(w, dtype=wide) if wanted else None for w, wanted in zip(weights, needed[1:], strict=True)
         ]
 
-    def add(self, rows: slice, hidden: Tensor, logits_grad: Tensor) -> None:
+    def add(self, part: HeadRows, hidden: Tensor, logits_grad: Tensor) -> None:
         """Add one chunk's share."""
         if self.hidden is not None:
-            torch.mm(logits_grad, self.weight, out=self.hidden[rows])
+            if isinstance(part.rows, slice):
+                torch.mm(logits_grad, self.weight, out=self.hidden[part.rows])
+            else:
+                self.hidden[part.rows] = logits_grad @ (self.weight if part.words is None else self.weight[part.words])
         if self.weights[0] is not None:
-            self.weights[0] += logits_grad.T @ hidden
+            _add_words(self.weights[0], part.words, logits_grad.T @ hidden)
         if len(self.weights) > 1 and self.weights[1] is not None:
-            self.weights[1] += logits_grad.sum(0)
+            _add_words(self.weights[1], part.words, logits_grad.sum(0))
 
     def all(self) -> tuple[Tensor | None, ...]:
         """Return all gradients, in the order of the function's inputs."""
@@ -189,7 +193,7 @@ class _LogitChunks(torch.autograd.Function):
                 outs = ctx.fn(ctx.model.scale_and_cap_logits(raw), rows.start, rows.stop)
             wanted = [(out, grad[rows]) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
             (logits_grad,) = torch.autograd.grad([o for o, _ in wanted], raw, [g for _, g in wanted])
-            into.add(rows, hidden[rows], logits_grad.to(hidden.dtype))
+            into.add(HeadRows(rows), hidden[rows], logits_grad.to(hidden.dtype))
         return None, None, None, *into.all()
 
 
@@ -211,19 +215,20 @@ class _LogpEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logp, total = hidden.new_empty(len(hidden), dtype=wide), hidden.new_empty(len(hidden), dtype=wide)
         spread = hidden.new_empty(len(hidden), dtype=wide) if entropy else None
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            scaled = _scaled(model.logits(hidden[rows]), temperature)
+        parts = split_rows(len(hidden), chunk, sets, len(weights[0]))
+        for part in parts:
+            rows = part.rows
+            scaled = _scaled(model.logits(hidden[rows], part.words), temperature)
             if sets is not None:
-                sets.restrict_(scaled, start)
+                sets.restrict_(scaled, part)
             total[rows] = scaled.logsumexp(1)
-            logp[rows] = scaled.gather(1, ids[rows].long()[:, None])[:, 0] - total[rows]
+            logp[rows] = scaled.gather(1, part.columns(ids))[:, 0] - total[rows]
             if spread is not None:
                 spread[rows] = _entropy(scaled, total[rows])
         ctx.model = model
         ctx.temperature = temperature
         ctx.sets = sets
-        ctx.chunk = chunk
+        ctx.parts = parts
         ctx.save_for_backward(ids, total, spread, hidden, *weights)
         return logp, spread
 
@@ -233,13 +238,13 @@ class _LogpEntropy(torch.autograd.Function):
         of_logp, of_entropy = grads
         model = ctx.model
         into = _HeadGradients(hidden, tuple(weights), ctx.needs_input_grad[6:])
-        for start in range(0, len(hidden), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            logits = model.logits(hidden[rows])
+        for part in ctx.parts:
+            rows = part.rows
+            logits = model.logits(hidden[rows], part.words)
             # the gradient of a cap needs the capped logits at the end; without a cap they may be overwritten
             grad = _scaled(logits if model.logit_cap is None else logits.clone(), ctx.temperature)
             if ctx.sets is not None:
-                ctx.sets.restrict_(grad, start)
+                ctx.sets.restrict_(grad, part)
             grad.sub_(total[rows, None])
             if spread is not None and of_entropy is not None:
                 # ∂H/∂z = −p (log p + H); a logit of −∞ has p = 0 and no gradient
@@ -251,10 +256,18 @@ class _LogpEntropy(torch.autograd.Function):
                 assert of_logp is not None, "autograd runs a node only for a gradient of one of its outputs"
                 grad.exp_().mul_(-of_logp[rows, None])
             if of_logp is not None:
-                grad.scatter_add_(1, ids[rows].long()[:, None], of_logp[rows, None])
+                grad.scatter_add_(1, part.columns(ids), of_logp[rows, None])
             grad.mul_(1 / ctx.temperature)
-            into.add(rows, hidden[rows], model.logits_backward(grad, logits).to(hidden.dtype))
+            into.add(part, hidden[rows], model.logits_backward(grad, logits).to(hidden.dtype))
         return None, None, None, None, None, None, *into.all()
+
+
+def _add_words(total: Tensor, words: Tensor | None, values: Tensor) -> None:
+    """Add the values of these words, or of the whole vocabulary; each word occurs once."""
+    if words is None:
+        total += values
+    else:
+        total.index_add_(0, words, values.to(total.dtype))
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

@@ -144,13 +144,21 @@ class Model:
         checkpointing = self.activation_checkpointing if torch.is_grad_enabled() else "none"
         return self._backbone(ids, positions, attend, checkpointing)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, H] → [N, V] in float32 or wider, scaled and capped as the architecture does."""
-        return self.scale_and_cap_logits(self.raw_logits(hidden))
+    def logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
+        """[N, H] → [N, V] in float32 or wider, scaled and capped as the architecture does.
 
-    def raw_logits(self, hidden: Tensor) -> Tensor:
+        words: [W] ids; the logits are then those of these tokens alone, [N, W].
+        """
+        return self.scale_and_cap_logits(self.raw_logits(hidden, words))
+
+    def raw_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
         """[N, H] → [N, V] in float32 or wider: the product with the head, nothing more; see `_HeadLinear`."""
-        raw: Tensor = _HeadLinear.apply(hidden, self.head_weight, self.head_bias)  # type: ignore[no-untyped-call]
+        weight, bias = self.head_weight, self.head_bias
+        raw: Tensor = _HeadLinear.apply(
+            hidden,
+            weight if words is None else weight[words],
+            bias if words is None or bias is None else bias[words],
+        )  # type: ignore[no-untyped-call]
         return raw
 
     def scale_and_cap_logits(self, raw: Tensor) -> Tensor:

@@ -20,7 +20,15 @@ from etude.algorithms.view import Ranks, flatnonzero
 from etude.batch import Batch, Column, ColumnKind, Pack
 from etude.data.pack import micro_batches
 from etude.errors import BatchError
-from etude.models import Model, PackedAttention, TokenSets, logp_and_entropy, map_logit_chunks, token_logp
+from etude.models import (
+    HeadRows,
+    Model,
+    PackedAttention,
+    TokenSets,
+    logp_and_entropy,
+    map_logit_chunks,
+    token_logp,
+)
 
 OutputFn = Callable[[Tensor, Tensor, float], Tensor]
 ComputeFn = Callable[[], dict[str, Tensor]]
@@ -249,7 +257,7 @@ class ForwardPass:
             if reference_hidden is not None and self.reference is not None:
                 reference = self.reference.logits(reference_hidden[start:stop])
                 if sets is not None:
-                    sets.restrict_(reference, start)
+                    sets.restrict_(reference, HeadRows(slice(start, stop)))
                 outputs["full_kl"] = logit_functions.full_kl(logits, reference, self.temperature)
             return tuple(outputs[name] for name in names)
 

@@ -18,12 +18,12 @@ NO_DRIFT = partial(centered.test_equal_advantages_move_nothing, "reinforce", 1.0
 OVER_SETS = partial(supports.test_entropy_and_kl_are_over_the_sets, "grammar")
 
 MUTATIONS = [
-    Mutation("no set in the forward pass", _LogpEntropy.forward, "sets.restrict_(scaled, start)", "pass", REPLAYED),
-    Mutation("no set in the backward pass", _LogpEntropy.backward, "ctx.sets.restrict_(grad, start)", "pass", REPLAYED),
+    Mutation("no set in the forward pass", _LogpEntropy.forward, "sets.restrict_(scaled, part)", "pass", REPLAYED),
+    Mutation("no set in the backward pass", _LogpEntropy.backward, "ctx.sets.restrict_(grad, part)", "pass", REPLAYED),
     Mutation(
         "the trainer's own set",
         TokenSets._outside,
-        "self.table.mask(self.index[rows], logits.shape[1]).logical_not_()",
+        "self.table.mask(index, logits.shape[1]).logical_not_()",
         "logits < logits.topk(3, 1).values[:, 2:]",
         partial(supports.test_a_later_update_still_uses_the_recorded_sets, "top_k"),
     ),
@@ -37,14 +37,14 @@ MUTATIONS = [
     Mutation(
         "reference over the vocabulary",
         ForwardPass._compute_outputs,
-        "sets.restrict_(reference, start)",
+        "sets.restrict_(reference, HeadRows(slice(start, stop)))",
         "pass",
         OVER_SETS,
     ),
     Mutation(
         "no set for other outputs",
         map_logit_chunks,
-        "logits if sets is None else sets.restrict(logits, start)",
+        "logits if sets is None else sets.restrict(logits, slice(start, stop))",
         "logits",
         OVER_SETS,
     ),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -15,7 +15,7 @@ from etude.algorithms import logits as plain
 from etude.batch import SupportSets
 from etude.models import Model, TokenSets, create, logp_and_entropy, map_logit_chunks, tiny_config, token_logp
 from etude.models.logprob_head import chunk_rows
-from etude.support import Support, encode_set
+from etude.support import SetKind, Support, encode_set
 
 ROWS, TEMPERATURE = 23, 0.7
 
@@ -37,7 +37,8 @@ def random_inputs(model: Model, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 def gradients(model: Model, hidden: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     weights = [torch.randn(v.shape, generator=torch.Generator().manual_seed(i)) for i, v in enumerate(values)]
     loss = sum(((v * w).sum() for v, w in zip(values, weights, strict=True)), start=torch.zeros(()))
-    return torch.autograd.grad(loss, (hidden, model.head_weight))
+    bias = () if model.head_bias is None else (model.head_bias,)
+    return torch.autograd.grad(loss, (hidden, model.head_weight, *bias))
 
 
 SOFTCAPPED = {"family": "gemma2", "final_logit_softcapping": 2.0}
@@ -105,10 +106,14 @@ def random_sets(ids: Tensor, vocabulary: int) -> tuple[TokenSets, Tensor]:
     return TokenSets(torch.tensor(support.index), SupportSets.from_support(support)), torch.from_numpy(masks)
 
 
-@pytest.mark.parametrize("sizes", [{}, SOFTCAPPED], ids=["plain", "softcap"])
+@pytest.mark.parametrize("sizes", [{}, SOFTCAPPED, {"tied": False}], ids=["plain", "softcap", "bias"])
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 def test_a_row_with_a_set_has_the_distribution_over_its_set(sizes: dict[str, Any], chunk: int) -> None:
     model = model_of(**sizes)
+    if sizes == {"tied": False}:
+        model._head.bias = nn.Parameter(
+            torch.randn(model.vocab_size, generator=torch.Generator().manual_seed(4), dtype=model.dtype)
+        )
     hidden, ids = random_inputs(model)
     sets, masks = random_sets(ids, model.vocab_size)
     logits = model.logits(hidden).masked_fill(~masks, -torch.inf)
@@ -227,6 +232,18 @@ def test_the_logits_never_exist_as_a_whole(kind: str) -> None:
     with Largest() as seen:
         work()
     assert seen.elements == chunk * model.vocab_size
+
+
+def test_rows_with_small_sets_get_no_logits_of_the_vocabulary() -> None:
+    model = model_of(dtype=torch.float32, vocabulary=1024, hidden=4, heads=1, kv_heads=1, head_dim=4)
+    hidden, ids = random_inputs(model, 512)
+    kept = [np.unique([token, 7, 8]).astype(np.int32) for token in ids.tolist()]
+    support = Support.build([(SetKind.KEPT, each) for each in kept])
+    assert support is not None
+    sets = TokenSets(torch.tensor(support.index), SupportSets.from_support(support))
+    with Largest() as seen:
+        logp_and_entropy(model, hidden, ids, sets=sets)[0].sum().backward()
+    assert seen.elements <= 4 * model.vocab_size, "the gradient of the head"
 
 
 def test_the_tracker_sees_a_whole_matrix() -> None:
