@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from etude.models.model import Model
     from etude.models.prepack import PrepackedWeights
     from etude.models.shapes import AttentionShape
+    from etude.models.step_ops import MakeStepOps, StepMemory, StepOps, StepRows, TorchStepOps
     from etude.models.tiny import tiny_config
     from etude.models.token_sets import HeadRows, TokenSets
 
@@ -29,10 +30,15 @@ __all__ = [
     "Head",
     "HeadRows",
     "LoraAdapterConfig",
+    "MakeStepOps",
     "Model",
     "PackedAttention",
     "PrepackedWeights",
+    "StepMemory",
+    "StepOps",
+    "StepRows",
     "TokenSets",
+    "TorchStepOps",
     "adapt",
     "adapter_config",
     "create",
@@ -54,6 +60,7 @@ __getattr__ = lazy_getattr(
         "config": ("ActivationCheckpointing", "Head", "LoraAdapterConfig"),
         "loading": ("read_context_length", "create", "load", "create_empty", "save"),
         "logprob_head": ("logp_and_entropy", "map_logit_chunks", "token_logp"),
+        "step_ops": ("MakeStepOps", "StepMemory", "StepOps", "StepRows", "TorchStepOps"),
         "token_sets": ("HeadRows", "TokenSets"),
         "prepack": ("PrepackedWeights",),
         "shapes": ("AttentionShape",),

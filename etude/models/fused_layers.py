@@ -29,6 +29,7 @@ from etude.models.lora_layers import (
     is_adapted,
 )
 from etude.models.prepack import LinearWeight, prepacked_linear
+from etude.models.step_ops import StepOps
 
 _TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 
@@ -165,6 +166,16 @@ class _DecoderLayer:
         x = x + self.out(attended.flatten(1))
         return x + self.down(steps.gated_silu(self.gate_up(steps.rms_norm(x, self.post_attention_norm, heads.eps))))
 
+    def decode(self, x: Tensor, residual: Tensor | None, ops: StepOps) -> tuple[Tensor, Tensor]:
+        """[R, H], [R, H] → [R, H], [R, H]: run the layer on the sum of both; return the next two."""
+        heads = self.heads
+        residual, normed = ops.add_norm(x, residual, self.input_norm, heads.eps)
+        qkv = self.qkv(normed).view(len(x), -1, heads.width)
+        q = ops.write(self.index, qkv, self.q_norm, self.k_norm, heads.eps)
+        attended = ops.attend(self.index, q, scale=heads.scale, window=self.window)
+        residual, normed = ops.add_norm(self.out(attended.flatten(1)), residual, self.post_attention_norm, heads.eps)
+        return residual, self.down(ops.gated_silu(self.gate_up(normed)))
+
     def _norm_and_rotate(self, qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[P, Hq + Hk, D]: norm and rotate queries and keys together, in half as many steps."""
         if self.q_norm is not None and self.k_norm is not None:
@@ -217,6 +228,20 @@ class FusedBackbone(Backbone):
         for layer in self.layers:
             x = checkpoint_layer(layer, checkpointing)(x, cos, sin, attend, steps)
         return steps.rms_norm(x, self.norm.weight, self.eps)
+
+    def decode(self, ids: Tensor, ops: StepOps) -> Tensor:
+        """[R] → [R, H]: compute one token of each row of a decode step, without gradients."""
+        x = embedding(ids, self.embedding.weight)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            residual, x = layer.decode(x, residual, ops)
+        return ops.add_norm(x, residual, self.norm.weight, self.eps)[1]
+
+    def rotary_table(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of so many positions [length, D]; see `layer_ops.apply_rotary`."""
+        weight = self.embedding.weight
+        cos, sin = (angle[0] for angle in self.rotary(weight[:1], torch.arange(length, device=weight.device)[None]))
+        return cos, sin * _rotation_signs(sin)
 
     def linear_weights(self) -> list[LinearWeight]:
         return [weight for layer in self.layers for weight in layer.linear_weights()]

@@ -196,6 +196,11 @@ class Model:
         """The class that computes its layers: ours for this family, or the generic one."""
         return type(self._backbone)
 
+    @property
+    def own_layers(self) -> FusedBackbone | None:
+        """Its layers, if they are those of `fused_layers`."""
+        return self._backbone if isinstance(self._backbone, FusedBackbone) else None
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield every parameter once."""
         yield from self.module.parameters()

@@ -10,8 +10,8 @@ sort, and equal values are kept or dropped together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -29,12 +29,9 @@ _BITS_OF_ONE = 0x3F800000
 
 
 @dataclass(frozen=True, eq=False)
-class DrawParameters:
-    """The parameters of each row. Rows that need less have values without effect."""
+class FilterParameters:
+    """The parameters of rows that have more than a temperature. Rows that need less have values without effect."""
 
-    seeds: Tensor  # [N] int64: the bits of an unsigned seed
-    positions: Tensor  # [N] int64: of the tokens to draw
-    temperature: Tensor  # [N] float32
     top_k: Tensor  # [N] int64; 0 for none
     top_p: Tensor  # [N] float32; 1 for none
     log_min_p: Tensor  # [N] float32; −∞ for none
@@ -43,45 +40,87 @@ class DrawParameters:
     biased_ids: Tensor  # [N, 8] int64; the rest names a token with the bias 0
     bias: Tensor  # [N, 8] float32
     end_ids: Tensor  # [N, 8] int64; the rest repeats one
-    banned: Tensor  # [N] bool: end tokens cannot be drawn
+    ban_end: Tensor  # [N] int64: end tokens cannot be drawn at positions before this one
 
     @classmethod
-    def of(
-        cls, states: Sequence[SamplingState], generated: Sequence[int], positions: Sequence[int], vocab_size: int
-    ) -> DrawParameters:
-        """Return the parameters of requests, of which each `can_draw_on_device`. generated: their new tokens."""
+    def of(cls, states: Sequence[SamplingState], prompt_lengths: Sequence[int], vocab_size: int) -> FilterParameters:
+        """Return the parameters of requests; see `DrawParameters.of`."""
         settings = [state.sampling for state in states]
         biased_ids = torch.zeros(len(states), MAX_IDS, dtype=torch.int64)
         bias = torch.zeros(len(states), MAX_IDS)
         end_ids = torch.zeros(len(states), MAX_IDS, dtype=torch.int64)
-        seen = torch.zeros(len(states), vocab_size, dtype=torch.bool)
+        ban_end = torch.zeros(len(states), dtype=torch.int64)
         for row, state in enumerate(states):
             biased_ids[row, : len(state.biased_ids)] = state.biased_ids
             bias[row, : len(state.bias)] = state.bias
             if len(state.stop_ids):
                 end_ids[row] = state.stop_ids[0]
                 end_ids[row, : len(state.stop_ids)] = state.stop_ids
-            if state.seen is not None:
-                seen[row] = state.seen
+                ban_end[row] = prompt_lengths[row] + state.sampling.min_tokens
         return cls(
-            seeds=torch.tensor([_as_signed(state.seed) for state in states]),
-            positions=torch.tensor(positions),
-            temperature=torch.tensor([each.temperature for each in settings]),
             top_k=torch.tensor([each.top_k for each in settings]),
             top_p=torch.tensor([each.top_p for each in settings]),
             log_min_p=torch.tensor([math.log(each.min_p) if each.min_p > 0 else -math.inf for each in settings]),
             penalty=torch.tensor([each.repetition_penalty for each in settings]),
-            seen=seen,
+            seen=_seen_tokens(states, vocab_size),
             biased_ids=biased_ids,
             bias=bias,
             end_ids=end_ids,
-            banned=torch.tensor(
-                [
-                    count < each.min_tokens and len(state.stop_ids) > 0
-                    for count, each, state in zip(generated, settings, states, strict=True)
-                ]
-            ),
+            ban_end=ban_end,
         )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> FilterParameters:
+        """Return the parameters, each changed."""
+        return FilterParameters(
+            top_k=change(self.top_k),
+            top_p=change(self.top_p),
+            log_min_p=change(self.log_min_p),
+            penalty=change(self.penalty),
+            seen=change(self.seen),
+            biased_ids=change(self.biased_ids),
+            bias=change(self.bias),
+            end_ids=change(self.end_ids),
+            ban_end=change(self.ban_end),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Return the parameters, in the order of the class."""
+        return [getattr(self, field.name) for field in fields(self)]
+
+
+@dataclass(frozen=True, eq=False)
+class DrawParameters:
+    """The parameters of each row."""
+
+    seeds: Tensor  # [N] int64: the bits of an unsigned seed
+    temperature: Tensor  # [N] float32
+    filters: FilterParameters | None
+    """None if no row has more than a temperature. Else all rows pass through all filters."""
+
+    @classmethod
+    def of(cls, states: Sequence[SamplingState], prompt_lengths: Sequence[int], vocab_size: int) -> DrawParameters:
+        """Return the parameters of requests, of which each `can_draw_on_device`."""
+        return cls(
+            seeds=torch.tensor([_as_signed(state.seed) for state in states]),
+            temperature=torch.tensor([state.sampling.temperature for state in states]),
+            filters=FilterParameters.of(states, prompt_lengths, vocab_size),
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor], *, filtered: bool = True) -> DrawParameters:
+        """Return the parameters, each changed. filtered: with those of filters."""
+        return DrawParameters(
+            seeds=change(self.seeds),
+            temperature=change(self.temperature),
+            filters=self.filters.map(change) if filtered and self.filters is not None else None,
+        )
+
+    def select(self, rows: Tensor, *, filtered: bool) -> DrawParameters:
+        """Return the parameters of these rows. filtered: with those of filters."""
+        return self.map(lambda values: values.index_select(0, rows), filtered=filtered)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the parameters, in the order of the classes."""
+        return [self.seeds, self.temperature, *(self.filters.tensors() if self.filters is not None else ())]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,27 +132,43 @@ class Drawn:
     raw_logp: Tensor  # [N] float32: log-probs under the model's own distribution
 
 
+def _seen_tokens(states: Sequence[SamplingState], vocab_size: int) -> Tensor:
+    """[N, V]: the tokens that each request's penalty applies to; without memory if there is no penalty."""
+    nothing = torch.zeros(1, 1, dtype=torch.bool).expand(len(states), vocab_size)
+    if all(state.seen is None for state in states):
+        return nothing
+    return torch.stack([nothing[0] if state.seen is None else state.seen for state in states])
+
+
 def can_draw_on_device(state: SamplingState) -> bool:
     """Return true if the rows of a request can be drawn on the device. The others report more than a token."""
     sampling = state.sampling
     few_ids = len(state.biased_ids) <= MAX_IDS and len(state.stop_ids) <= MAX_IDS
-    return few_ids and not sampling.top_logprobs and not sampling.support
+    whole_vocabulary = state.never_modified and not sampling.min_tokens
+    return (
+        few_ids
+        and not sampling.top_logprobs
+        and not sampling.alternatives
+        and (not sampling.support or whole_vocabulary)
+    )
 
 
-def draw(logits: Tensor, parameters: DrawParameters, *, filtered: bool) -> Drawn:
-    """[N, V] → draw one token for each row.
+def needs_filters(state: SamplingState) -> bool:
+    """Return true if a request's rows have more than a temperature."""
+    return state.cut or state.needs_adjustment or state.sampling.min_tokens > 0
 
-    filtered: true if a row has more than a temperature. Then all rows pass through all filters, which leave the rows
-    without parameters as they are.
-    """
+
+def draw(logits: Tensor, parameters: DrawParameters, positions: Tensor) -> Drawn:
+    """[N, V] → draw one token for each row. positions: [N] int64, of these tokens."""
+    filters = parameters.filters
     raw = logits.float()
-    adjusted = _adjust(raw, parameters) if filtered else raw
+    adjusted = raw if filters is None else _adjust(raw, filters, positions)
     temperature = parameters.temperature
     scaled = adjusted / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    if filtered:
-        scaled = _filter(scaled, parameters)
+    if filters is not None:
+        scaled = _filter(scaled, filters)
     probabilities = torch.softmax(scaled, -1)
-    ids = inverse_cdf(probabilities, uniform(parameters.seeds, parameters.positions))
+    ids = inverse_cdf(probabilities, uniform(parameters.seeds, positions))
     greedy = temperature == 0
     ids = torch.where(greedy, adjusted.argmax(-1), ids)
     certain = greedy & (adjusted.amax(-1) > -math.inf)
@@ -163,28 +218,29 @@ def ordered_bits(values: Tensor) -> Tensor:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _adjust(logits: Tensor, parameters: DrawParameters) -> Tensor:
+def _adjust(logits: Tensor, filters: FilterParameters, positions: Tensor) -> Tensor:
     """Apply penalty, bias, and ban of end tokens."""
-    penalty = parameters.penalty[:, None]
+    penalty = filters.penalty[:, None]
     punished = torch.where(logits > 0, logits / penalty, logits * penalty)
-    logits = torch.where(parameters.seen & (penalty != 1), punished, logits)
-    logits = logits.scatter_add(1, parameters.biased_ids, parameters.bias)
-    limit = torch.where(parameters.banned, -math.inf, math.inf)[:, None].expand(-1, MAX_IDS)
-    return logits.scatter_reduce(1, parameters.end_ids, limit, "amin")
+    logits = torch.where(filters.seen & (penalty != 1), punished, logits)
+    logits = logits.scatter_add(1, filters.biased_ids, filters.bias)
+    banned = positions < filters.ban_end
+    limit = torch.where(banned, -math.inf, math.inf)[:, None].expand(-1, MAX_IDS)
+    return logits.scatter_reduce(1, filters.end_ids, limit, "amin")
 
 
-def _filter(logits: Tensor, parameters: DrawParameters) -> Tensor:
+def _filter(logits: Tensor, filters: FilterParameters) -> Tensor:
     """Return the logits with −∞ for the tokens that top-k, top-p and min-p drop."""
-    top_k = parameters.top_k
+    top_k = filters.top_k
     last_kept = kth_largest(logits, top_k.clamp(1, logits.shape[1]))
     dropped = (top_k > 0)[:, None] & (ordered_bits(logits) < last_kept[:, None])
     logits = logits.masked_fill(dropped, -math.inf)
-    top_p = parameters.top_p
+    top_p = filters.top_p
     probabilities = torch.softmax(logits, -1)
     floor = nucleus_floor(probabilities, top_p)
     dropped = (top_p < 1)[:, None] & (probabilities.view(torch.int32) < floor[:, None])
     logits = logits.masked_fill(dropped, -math.inf)
-    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + parameters.log_min_p[:, None], -math.inf)
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + filters.log_min_p[:, None], -math.inf)
 
 
 def _finish(value: Tensor) -> Tensor:

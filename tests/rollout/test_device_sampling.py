@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.records import SamplingParams
 from etude.rollout.device_sampling import (
@@ -24,6 +23,7 @@ from etude.rollout.device_sampling import (
     uniform,
 )
 from etude.rollout.sampling import SamplingState, sample_tokens, uniform_numbers
+from tests.rollout.dispatched import NoWaiting
 
 V = 300
 SEEDS = 50
@@ -73,7 +73,7 @@ def test_the_tokens_are_those_of_the_sampler(tied: bool) -> None:
     generated, positions = [row % 6 for row in range(count)], [3 + row % 6 for row in range(count)]
     assert all(can_draw_on_device(state) for state in states)
     expected = sample_tokens(logits, states, generated, positions)
-    drawn = draw(logits, DrawParameters.of(states, generated, positions, V), filtered=True)
+    drawn = draw(logits, DrawParameters.of(states, [3] * count, V), torch.tensor(positions))
     assert drawn.ids.tolist() == expected.ids
     torch.testing.assert_close(drawn.probability.log(), torch.tensor(expected.logp), atol=2e-6, rtol=0)
     torch.testing.assert_close(drawn.raw_logp, torch.tensor(expected.raw_logp), atol=2e-6, rtol=0)
@@ -81,11 +81,14 @@ def test_the_tokens_are_those_of_the_sampler(tied: bool) -> None:
 
 def test_the_short_way_without_filters_draws_the_same_tokens() -> None:
     states = [state for kind in ("plain", "warm", "greedy") for state in states_of(KINDS[kind], 7, SEEDS)]
-    logits, parts = logits_of(len(states), tied=False), ([5] * len(states), list(range(len(states))))
-    parameters = DrawParameters.of(states, *parts, V)
-    short, long = draw(logits, parameters, filtered=False), draw(logits, parameters, filtered=True)
+    logits, positions = logits_of(len(states), tied=False), list(range(len(states)))
+    parameters = DrawParameters.of(states, positions, V)
+    rows = torch.arange(len(states))
+    short, long = (
+        draw(logits, parameters.select(rows, filtered=filtered), torch.tensor(positions)) for filtered in (False, True)
+    )
     assert torch.equal(short.ids, long.ids) and torch.equal(short.probability, long.probability)
-    assert short.ids.tolist() == sample_tokens(logits, states, *parts).ids
+    assert short.ids.tolist() == sample_tokens(logits, states, [5] * len(states), positions).ids
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40)), min_size=1, max_size=20))
@@ -115,35 +118,14 @@ def test_the_nucleus_is_the_smallest_set_of_its_mass(weights: list[int], parts: 
         assert is_kept == (sum(p for p in probabilities.tolist() if p > value) < top_p)
 
 
-class NoWaiting(TorchDispatchMode):
-    """A mode that refuses operations which wait for a device, sort, or have a shape that depends on data."""
-
-    REFUSED = (
-        "index",
-        "index_put",
-        "_local_scalar_dense",
-        "item",
-        "nonzero",
-        "sort",
-        "topk",
-        "masked_select",
-        "unique",
-        "equal",
-        "is_nonzero",
-    )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.overloadpacket.__name__.rstrip("_") not in self.REFUSED, func
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("filtered", [False, True])
 def test_nothing_waits_for_the_device(filtered: bool) -> None:
     states = states_of(KINDS["all"], 0, 4)
-    parameters = DrawParameters.of(states, [0] * 4, [3] * 4, V)
+    parameters = DrawParameters.of(states, [3] * 4, V)
     logits = logits_of(4, tied=True)
+    rows, positions = torch.arange(4), torch.full((4,), 3)
     with NoWaiting():
-        draw(logits, parameters, filtered=filtered)
+        draw(logits, parameters.select(rows, filtered=filtered), positions)
 
 
 def test_rows_that_report_more_than_a_token_are_left_to_the_sampler() -> None:
@@ -155,4 +137,7 @@ def test_rows_that_report_more_than_a_token_are_left_to_the_sampler() -> None:
     assert not possible(9)
     assert not possible(logit_bias=dict.fromkeys(range(9), 1.0))
     assert not possible(top_logprobs=1)
-    assert not possible(support=True)
+    assert not possible(alternatives=2)
+    assert possible(support=True)
+    assert not possible(support=True, top_k=5)
+    assert not possible(support=True, min_tokens=3)
