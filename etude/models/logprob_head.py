@@ -7,15 +7,13 @@ drawn from a small set get the logits of a part of the vocabulary only (see `tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from etude.models.gpu_memory import gpu_memory
 from etude.models.model import Model
 from etude.models.token_sets import HeadRows, TokenSets, split_rows
 
@@ -31,8 +29,6 @@ MAX_LOGITS_OF_LARGE_GPU = 2**29
 LARGE_GPU = 40 * 10**9
 NEEDED_BYTES = 16 * 2**30
 """The bytes that a large GPU must have free for chunks of that size."""
-
-_planned_gpu = ContextVar[int | None]("planned_gpu", default=None)
 
 LogitChunkFn = Callable[[Tensor, int, int], tuple[Tensor, ...]]
 
@@ -100,36 +96,12 @@ def chunk_rows(vocab_size: int, *, gpu: bool = False, total: int = 0, free: int 
     return min(rows, max(rows // 8, limit // vocab_size))
 
 
-@contextmanager
-def planned_gpu(total: int | None) -> Iterator[None]:
-    """Choose chunks as on a GPU of `total` bytes, all of them free, while a dry run imagines one."""
-    token = _planned_gpu.set(total)
-    try:
-        yield
-    finally:
-        _planned_gpu.reset(token)
-
-
-@cache
-def _gpu_memory(device: torch.device) -> tuple[int, int]:
-    """Return the total bytes of a GPU, and those that are free or kept by torch.
-
-    They are read once, so that all passes of a process have the same chunks, and none waits for the driver.
-    """
-    if not torch.cuda.is_available():  # a dry run imagines the GPU
-        return 0, 0
-    free, total = torch.cuda.mem_get_info(device)
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return total, free + kept
-
-
 def _chunk_rows(model: Model) -> int:
     """Return the number of rows of logits to compute at a time on the model's device."""
     vocab_size = len(model.head_weight)
     if model.device.type != "cuda":
         return chunk_rows(vocab_size)
-    planned = _planned_gpu.get()
-    total, free = _gpu_memory(model.device) if planned is None else (planned, planned)
+    total, free = gpu_memory(model.device)
     return chunk_rows(vocab_size, gpu=True, total=total, free=free)
 
 

@@ -55,8 +55,11 @@ class TorchEngineConfig(RolloutConfig):
         ge=1,
         description="most requests computed at once; more is faster until memory for keys and values runs out",
     )
-    kv_gib: Annotated[float, MAY_CHANGE] = Field(
-        1.0, gt=0, description="GiB for keys and values; more lets more requests run at once"
+    kv_gib: Annotated[float | None, MAY_CHANGE] = Field(
+        None,
+        gt=0,
+        description="GiB for keys and values; more lets more requests run at once; null: 1 on a CPU, and an eighth of "
+        "a GPU's memory",
     )
     block_size: int = Field(
         16, ge=1, description="tokens in a block of the cache; smaller wastes less memory and shares longer prefixes"

@@ -157,9 +157,10 @@ def to_engine_error(error: Exception, config: TorchEngineConfig) -> EngineError:
     if isinstance(error, EngineError):
         return error
     engine_error: EngineError
+    kv_gib = "its default" if config.kv_gib is None else f"{config.kv_gib:g}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "memory" in str(error):
         engine_error = EngineError(
-            f"The engine ran out of memory. Lower kv_gib (now {config.kv_gib:g}), max_num_batched_tokens (now "
+            f"The engine ran out of memory. Lower kv_gib (now {kv_gib}), max_num_batched_tokens (now "
             f"{config.max_num_batched_tokens}) or max_num_seqs (now {config.max_num_seqs}). ({error})"
         )
     else:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from etude.errors import ConfigError
 from etude.models import AttentionShape, Model
+from etude.models.gpu_memory import gpu_bytes
 from etude.rollout.attention_groups import CPU_LIMITS, GPU_LIMITS, AttentionGroup, group_chunks, split_into_chunks
 from etude.rollout.batch_invariance import ProductShapes
 from etude.rollout.scheduler import KEPT_STATES, ScheduledWork
@@ -293,19 +294,28 @@ def count_blocks(model: Model, config: TorchEngineConfig) -> int:
     blocks = min(cache_bytes(model, config) // bytes_of_block, max_useful)
     if blocks == 0:
         raise ConfigError(
-            f"kv_gib={config.kv_gib:g} does not hold one block: {config.block_size} tokens of this model take "
-            f"{bytes_of_block / 2**30:.3g} GiB. Raise kv_gib or lower block_size."
+            f"kv_gib={kv_gib(model.device, config):g} does not hold one block: {config.block_size} tokens of this "
+            f"model take {bytes_of_block / 2**30:.3g} GiB. Raise kv_gib or lower block_size."
         )
     return blocks
+
+
+def kv_gib(device: torch.device, config: TorchEngineConfig) -> float:
+    """Return the GiB for keys and values on a device."""
+    if config.kv_gib is not None:
+        return config.kv_gib
+    total = gpu_bytes(device) if device.type == "cuda" else 0
+    return total / 8 / 2**30 if total else 1.0
 
 
 def cache_bytes(model: Model, config: TorchEngineConfig) -> int:
     """Return the bytes that an engine has for keys and values: what the states of recurrent layers leave."""
     held = model.state_bytes * count_slots(config.max_num_seqs)
-    left = int(config.kv_gib * 2**30) - held
+    gib = kv_gib(model.device, config)
+    left = int(gib * 2**30) - held
     if left <= 0:
         raise ConfigError(
-            f"kv_gib={config.kv_gib:g} does not hold the states of max_num_seqs={config.max_num_seqs} requests: "
+            f"kv_gib={gib:g} does not hold the states of max_num_seqs={config.max_num_seqs} requests: "
             f"{model.state_bytes / 2**20:.3g} MiB each, {held / 2**30:.3g} GiB with {KEPT_STATES} kept ones. Raise "
             f"kv_gib or lower max_num_seqs."
         )

@@ -7,10 +7,11 @@ import torch
 from torch.nn.functional import linear
 
 from etude.errors import ConfigError
+from etude.models.gpu_memory import planned_gpu
 from etude.rollout.attention_groups import KEY_CHUNK
 from etude.rollout.batch_invariance import MIN_KEYS, USUAL_SHAPES, ProductShapes, find_shapes_of_layers
 from etude.rollout.config import TorchEngineConfig
-from etude.rollout.kv_cache import KVCache, block_bytes, count_blocks
+from etude.rollout.kv_cache import KVCache, block_bytes, count_blocks, kv_gib
 from tests.families import family_model
 from tests.rollout.engines import model_of
 
@@ -71,6 +72,14 @@ def test_the_cache_takes_the_memory_it_reports() -> None:
     cache = KVCache(model, model.heads, blocks=10, size=8)
     assert cache.memory.numel() * cache.memory.itemsize == 10 * block_bytes(model, 8)
     assert cache.block_bytes * model.num_layers == block_bytes(model, 8)
+
+
+def test_without_an_option_a_gpu_gives_an_eighth_of_its_memory() -> None:
+    config = TorchEngineConfig()
+    with planned_gpu(80 * 2**30):
+        assert kv_gib(torch.device("cuda"), config) == 10
+        assert kv_gib(torch.device("cuda"), config.model_copy(update={"kv_gib": 3.0})) == 3
+        assert kv_gib(torch.device("cpu"), config) == 1
 
 
 def test_an_engine_without_memory_for_its_states_is_refused_with_their_size() -> None:

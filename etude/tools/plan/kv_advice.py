@@ -6,7 +6,7 @@ import torch
 
 from etude.recipes.recipe import Recipe
 from etude.rollout.kv_budget import KvBudget
-from etude.rollout.kv_cache import block_bytes, count_slots
+from etude.rollout.kv_cache import block_bytes, count_slots, kv_gib
 from etude.tools.plan.dry_run_common import DryRunResult
 from etude.tools.plan.results import GIB, DeviceMemory
 
@@ -36,7 +36,7 @@ def advise_kv(run: Recipe, device: torch.device, memory: DeviceMemory, result: D
     budget = kv_budget(run, memory, result) if device.type == "cuda" else None
     if budget is None or run.embedded_engine is None:
         return ()
-    held = run.embedded_engine.kv_gib * GIB
+    held = kv_gib(device, run.embedded_engine) * GIB
     if not budget.size:
         return (f"Nothing is left for keys and values: {budget.describe()}.",)
     advised = int(budget.size / GIB * 1000) / 1000

@@ -22,7 +22,7 @@ import torch
 from etude.config.tree import replace_option
 from etude.dispatch import ClusterBackend
 from etude.errors import ConfigError, EtudeError
-from etude.models.logprob_head import planned_gpu
+from etude.models.gpu_memory import planned_gpu
 from etude.recipes.hub import resolve_hub_names
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
@@ -33,6 +33,7 @@ from etude.recipes.run.rules.stale_data import check_staleness
 from etude.recipes.supervised.builder import check_loss
 from etude.recipes.supervised.config import SupervisedRun
 from etude.rollout import ServerConfig, TorchEngineConfig
+from etude.rollout.kv_cache import kv_gib
 from etude.rollout.server_load import MAX_LIMIT
 from etude.tools.doctor.machine import read_memory
 from etude.tools.plan.dry_run import dry_run
@@ -67,41 +68,44 @@ def plan_memory(
     run, device = _resolve_layout(requested, requested.gpus)
     on_progress()
     limit, base = _limit(requested, device), _process_bytes(device)
-    devices, result = _plan_devices(run, device, limit, base)
-    savings = []
-    for option, value, changed in _candidates(run, device, result) if with_savings else ():
-        on_progress()
-        try:
-            changed_devices, _ = _plan_devices(changed, device, limit, base)
-        except EtudeError:  # such a run would be refused
-            continue
-        savings.append(MemorySaving(option, value, max(changed_device.total for changed_device in changed_devices)))
-    servers = run.servers
-    remarks: tuple[str, ...] = () if servers is None else notes(servers, device)
-    if servers is not None and not servers.url and result.model.state_bytes:
-        remarks += (describe_states(result.model.state_bytes),)
-    if device.type != "cpu" and (waiting := waiting_bytes(run, result.row)):
-        remarks += (describe_waiting(run.cluster, waiting),)
-    remarks += advise_micro_batch(run, device, devices[0], result.row)
-    remarks += advise_kv(run, device, devices[0], result)
-    if requested.train.precision == "auto":
-        reason = choose_precision(device)[1]
-        remarks += (f"The plan is for `train.precision={run.train.precision}`: {reason}.",)
-    if run.ranks > 1 and not requested.ranks:
-        remarks += (f"The plan uses `ranks={run.ranks}`, the most that the GPUs allow. Give the run the same option.",)
-    return MemoryPlan(
-        devices=devices,
-        ranks=run.ranks,
-        row=result.row,
-        max_concurrency=result.max_concurrency,
-        kv_tokens=result.kv_tokens,
-        state_bytes=result.model.state_bytes,
-        parameters=sum(weight.numel() for weight in result.model.parameters()),
-        active_parameters=count_active(result.model),
-        step_time=estimate_step_time(run, device, result, requested.gpu_tflops, requested.gpu_gbs),
-        savings=tuple(sorted(savings, key=lambda saving: saving.total)),
-        notes=remarks,
-    )
+    with planned_gpu(limit if device.type == "cuda" else None):
+        devices, result = _plan_devices(run, device, limit, base)
+        savings = []
+        for option, value, changed in _candidates(run, device, result) if with_savings else ():
+            on_progress()
+            try:
+                changed_devices, _ = _plan_devices(changed, device, limit, base)
+            except EtudeError:  # such a run would be refused
+                continue
+            savings.append(MemorySaving(option, value, max(changed_device.total for changed_device in changed_devices)))
+        servers = run.servers
+        remarks: tuple[str, ...] = () if servers is None else notes(servers, device)
+        if servers is not None and not servers.url and result.model.state_bytes:
+            remarks += (describe_states(result.model.state_bytes),)
+        if device.type != "cpu" and (waiting := waiting_bytes(run, result.row)):
+            remarks += (describe_waiting(run.cluster, waiting),)
+        remarks += advise_micro_batch(run, device, devices[0], result.row)
+        remarks += advise_kv(run, device, devices[0], result)
+        if requested.train.precision == "auto":
+            reason = choose_precision(device)[1]
+            remarks += (f"The plan is for `train.precision={run.train.precision}`: {reason}.",)
+        if run.ranks > 1 and not requested.ranks:
+            remarks += (
+                f"The plan uses `ranks={run.ranks}`, the most that the GPUs allow. Give the run the same option.",
+            )
+        return MemoryPlan(
+            devices=devices,
+            ranks=run.ranks,
+            row=result.row,
+            max_concurrency=result.max_concurrency,
+            kv_tokens=result.kv_tokens,
+            state_bytes=result.model.state_bytes,
+            parameters=sum(weight.numel() for weight in result.model.parameters()),
+            active_parameters=count_active(result.model),
+            step_time=estimate_step_time(run, device, result, requested.gpu_tflops, requested.gpu_gbs),
+            savings=tuple(sorted(savings, key=lambda saving: saving.total)),
+            notes=remarks,
+        )
 
 
 def to_dict(plan: MemoryPlan) -> dict[str, Any]:
@@ -196,8 +200,7 @@ def _plan_devices(
     overlaps = isinstance(run, Run) and run.max_staleness > 0
     full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
     for target, roles in _roles_by_device(run, device).items():
-        with planned_gpu(limit if device.type == "cuda" else None):
-            result = dry_run(run, device, roles)
+        result = dry_run(run, device, roles)
         first = first or result
         kv_tokens = max(kv_tokens, result.kv_tokens)
         name, count, sharing = _describe_device(run.ranks, target, roles, samples=isinstance(run, Run))
@@ -352,7 +355,7 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
         options.append(("max_staleness", run.max_staleness // 2, run.max_staleness > 0))
         options.append(("sampling.max_tokens", max(run.sampling.max_tokens // 2, 1), run.sampling.max_tokens > 1))
         if isinstance(rollout, TorchEngineConfig):
-            options.append(("rollout.kv_gib", rollout.kv_gib / 2, True))
+            options.append(("rollout.kv_gib", kv_gib(device, rollout) / 2, True))
             options.append(("rollout.max_num_seqs", max(rollout.max_num_seqs // 2, 1), rollout.max_num_seqs > 1))
             options.append(("rollout.prepack", False, not gpu and rollout.prepack))
         servers = run.servers

@@ -123,7 +123,7 @@ def test_every_kind_of_memory_has_a_name(model: Path) -> None:
     assert kinds["weights"] == kinds["reference"] and 0 <= kinds["weights"] - 2 * elements < 1000
     assert kinds["masters"] == 4 * elements and kinds["optimizer"] - 8 * elements < 1000
     assert kinds["gradients"] >= 4 * elements * 0.5 and kinds["activations"] > 0
-    assert run.embedded_engine is not None
+    assert run.embedded_engine is not None and run.embedded_engine.kv_gib is not None
     assert kinds["kv"] == pytest.approx(run.embedded_engine.kv_gib * GIB, rel=0.02)
 
 
@@ -266,7 +266,7 @@ def test_a_plan_for_a_gpu_names_the_cache_that_fits(model: Path) -> None:
     (larger,) = notes_of("gpu_gib=1", "rollout.kv_gib=0.0002", "collect.tasks=16")
     assert larger.startswith("`rollout.kv_gib=") and "1 GiB of the GPU − " in larger
     assert not notes_of("gpu_gib=1", "rollout.kv_gib=0.1"), "requests cannot fill more"
-    (nothing,) = notes_of("gpu_gib=0.001")
+    (nothing,) = notes_of("gpu_gib=0.001", "rollout.kv_gib=0.01")
     assert nothing.startswith("Nothing is left for keys and values: 0.001 GiB of the GPU − ")
 
 

@@ -8,7 +8,7 @@ from etude.errors import ConfigError
 from etude.models import Model
 from etude.recipes.run.config import Run
 from etude.rollout import TorchEngineConfig
-from etude.rollout.kv_cache import block_bytes, cache_bytes
+from etude.rollout.kv_cache import block_bytes, cache_bytes, kv_gib
 
 
 def check_context_length(run: Run, model: Model) -> None:
@@ -32,7 +32,8 @@ def check_answer_length(model: Model, engine: TorchEngineConfig | None, prompt: 
     if engine is not None and total > (capacity := _kv_capacity(model, engine)):
         raise ConfigError(
             f"`data.max_prompt_length` + `{name}` = {total} tokens do not fit into the engine's memory, which holds "
-            f"{capacity} tokens with `rollout.kv_gib={engine.kv_gib:g}`. Raise that, or lower one of them."
+            f"{capacity} tokens with `rollout.kv_gib={kv_gib(model.device, engine):g}`. Raise that, or lower one of "
+            "them."
         )
 
 
