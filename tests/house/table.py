@@ -144,6 +144,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
             "sampling",
             "server_load",
             "server_process",
+            "work_list",
         ),
         ("device_sampling", "engine_thread", "gpu_share", "held_adapters", "kv_budget", "request", "router"),
         ("scheduler", "server_backend", "slot_state"),
