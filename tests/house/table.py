@@ -188,6 +188,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "cli",
     ),
     "transformers": ("models",),
+    "triton": ("models/kernels/paged_attention.py", "models/kernels/decode_ops.py"),
     "peft": ("models/lora.py",),
     "ray": tuple(f"dispatch/ray_{name}.py" for name in ("crew", "rank", "cluster", "reservation")),
     "sqlalchemy": ("store/journal/sql.py", "store/journal/tables.py"),

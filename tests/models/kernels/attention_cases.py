@@ -1,0 +1,144 @@
+"""Cases of the attention kernel: steps with shared prompts and chunks of prompts, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.models.kernels.paged_attention import AttentionWork, Scoring, paged_attention
+from etude.models.kernels.shapes import SPLIT, KernelShape, StepRows
+from etude.rollout.work_list import WorkList
+
+TOLERANCES = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""The largest error, by type: that of the weights' rounding. float32 has products of its own precision."""
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One shape of heads, and one way to score."""
+
+    width: int = 32
+    query_heads: int = 4
+    key_heads: int = 2
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    shared: int = 256
+    """The tokens of the prompt that three of the requests answer."""
+    chunk: bool = False
+    """Rows are tokens of two prompts instead of the newest of six requests."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The keys and values of requests, and the rows of a step."""
+
+    shape: KernelShape
+    keys: Tensor
+    values: Tensor
+    rows: StepRows
+    q: Tensor
+    scoring: Scoring
+
+    def attend(self, programs: int = 8) -> Tensor:
+        """Compute all rows by the kernel."""
+        return self._attend(self.q, self.rows, programs)
+
+    def attend_alone(self, row: int) -> Tensor:
+        """Compute one row by the kernel, with one program for each head."""
+        one = slice(row, row + 1)
+        rows = StepRows(self.rows.slots[one].clone(), self.rows.positions[one].clone(), self.rows.table)
+        return self._attend(self.q[one].clone(), rows, 1)[0]
+
+    def _attend(self, q: Tensor, rows: StepRows, programs: int) -> Tensor:
+        shape = KernelShape(**{**vars(self.shape), "programs": programs})
+        work = make_work(rows, shape)
+        return paged_attention(q, self.keys, self.values, rows, work, shape, self.scoring)
+
+
+def make_work(rows: StepRows, shape: KernelShape) -> AttentionWork:
+    """Return the list of work for rows. What no row reads is NaN, or a row that does not exist."""
+    made = WorkList(split=SPLIT, block_size=shape.block_size, rows_per_entry=shape.rows_per_entry)
+    device = rows.table.device
+    made.update(rows.slots.cpu().numpy(), rows.positions.cpu().numpy(), rows.table.cpu().numpy())
+    unused = np.full((5, 1 + shape.rows_per_entry), -1_000_000, dtype=np.int32)
+    splits = int(rows.positions.max()) // SPLIT + 2
+    nan = float("nan")
+    return AttentionWork(
+        torch.from_numpy(np.concatenate([made.entries, unused])).to(device),
+        torch.tensor([len(made.entries)], dtype=torch.int32, device=device),
+        torch.full((len(rows.slots), splits, shape.query_heads, shape.width), nan, device=device),
+        torch.full((len(rows.slots), splits, shape.query_heads), nan, device=device),
+    )
+
+
+def make_step(case: AttentionCase, device: str, dtype: torch.dtype) -> Step:
+    """Slots 0, 1 and 2 answer one prompt, 3 and 4 hold keys of their own, and 5 is the scratch slot with block 0."""
+    torch.manual_seed(0)
+    size = case.block_size
+    table = torch.zeros(6, 640 // size, dtype=torch.int64)
+    unused = iter((torch.randperm(1300 // size) + 1).tolist())
+    common = [next(unused) for _ in range(case.shared // size)]
+    for slot, (held, tokens) in enumerate([(common, 48), (common, 48), (common, 48), ([], 320), ([], 32)]):
+        blocks = held + [next(unused) for _ in range(tokens // size)]
+        table[slot, : len(blocks)] = torch.tensor(blocks)
+    if case.chunk:  # tokens 250 to 261 of one prompt, and the first five of another
+        slots = [3] * 12 + [4] * 5
+        positions = [*range(250, 262), *range(5)]
+    else:
+        slots = [2, 0, 3, 1, 4, 5]
+        positions = [case.shared + 17, case.shared + 3, 300, case.shared + 40, 5, 0]
+    blocks = 1300 // size + 1
+    shape = KernelShape(case.query_heads, case.key_heads, case.width, size, blocks)
+    memory = torch.randn(2, case.key_heads, blocks * size, case.width)
+    is_held = torch.zeros(blocks * size, dtype=torch.bool)
+    for slot, position in zip(slots, positions, strict=True):
+        n = torch.arange(position + 1)
+        is_held[table[slot, n // size] * size + n % size] = True
+    memory[:, :, ~is_held] = torch.nan  # what no row sees must not matter
+    keys, values = memory.to(device, dtype)
+    sinks = torch.randn(case.query_heads).to(device) if case.has_sinks else None
+    return Step(
+        shape,
+        keys,
+        values,
+        StepRows(torch.tensor(slots).to(device), torch.tensor(positions).to(device), table.to(device)),
+        torch.randn(len(slots), case.query_heads, case.width).to(device, dtype),
+        Scoring(case.width**-0.5, case.window, case.softcap, sinks),
+    )
+
+
+def expected(step: Step) -> Tensor:
+    """Attention in float64, row by row."""
+    size = step.shape.block_size
+    out = torch.empty(step.q.shape, dtype=torch.float64, device=step.q.device)
+    scoring = step.scoring
+    for row, (slot, position) in enumerate(zip(step.rows.slots.tolist(), step.rows.positions.tolist(), strict=True)):
+        n = torch.arange(position + 1, device=step.q.device)
+        place = step.rows.table[slot, n // size] * size + n % size
+        keys, values = (x[:, place].double().repeat_interleave(step.shape.group, 0) for x in (step.keys, step.values))
+        scores = torch.einsum("hd,hnd->hn", step.q[row].double(), keys) * scoring.scale
+        if scoring.softcap is not None:
+            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+        if scoring.window is not None:
+            scores = scores.masked_fill(n <= position - scoring.window, -torch.inf)
+        if scoring.sinks is not None:
+            scores = torch.cat([scores, scoring.sinks.double()[:, None]], 1)
+        weights = torch.softmax(scores, -1)[:, : position + 1]
+        out[row] = torch.einsum("hn,hnd->hd", weights, values)
+    return out
+
+
+def check_attention(case: AttentionCase, device: str, dtype: torch.dtype, alone: Sequence[int] = ()) -> None:
+    """The kernel is within the tolerance; the rows that are named have the same bits alone and in company."""
+    step = make_step(case, device, dtype)
+    out = step.attend()
+    error = float((out.double() - expected(step)).abs().max())
+    assert error < TOLERANCES[dtype], f"{case} in {dtype} is off by {error:.1e}"
+    for row in alone:
+        assert torch.equal(step.attend_alone(row), out[row]), f"row {row} of {case} has other bits alone"
