@@ -319,6 +319,8 @@ class Rollout(FrozenRecord):
     """The player of a game, for baselines per role."""
     greedy_reward: float | None = None
     """The reward of the greedy answer to the same task, if one was sampled."""
+    source: str = ""
+    """The data source of its task."""
     columns: Mapping[str, float] = field(default_factory=dict)
     """Numbers of its task that the batch carries for the user's own loss or advantage (`data.batch_columns`)."""
 

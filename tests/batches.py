@@ -81,6 +81,8 @@ def random_batch(
         truncated=torch.from_numpy(rng.random(len(group)) < 0.2),
         role=torch.from_numpy(rng.integers(0, 2, len(group))),
         rollout_id=torch.from_numpy(rng.permutation(1000)[: len(group)]),
+        source=torch.from_numpy(rng.integers(0, 2, len(group))),
+        source_names=("code", "math"),
     )
 
 
@@ -110,10 +112,14 @@ batches = st.builds(
 def same(a: Batch, b: Batch) -> bool:
     """Return whether two batches hold the same rows and columns, bit for bit."""
     left, right = dict(a.columns()), dict(b.columns())
-    if left.keys() != right.keys() or (a.model, a.part_names) != (b.model, b.part_names):
+    if left.keys() != right.keys() or _names(a) != _names(b):
         return False
     layouts = zip((a.offsets, a.unit, a.group), (b.offsets, b.unit, b.group), strict=True)
     return all(torch.equal(x, y) for x, y in layouts) and all(_equal(left[name], right[name]) for name in left)
+
+
+def _names(batch: Batch) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    return batch.model, batch.part_names, batch.source_names
 
 
 def _equal(a: Column, b: Column) -> bool:

@@ -52,6 +52,8 @@ class Batch:
     """The model these tokens train."""
     part_names: tuple[str, ...] = ()
     """The names of the columns of `reward_parts`."""
+    source_names: tuple[str, ...] = ()
+    """The data sources that `source` names."""
 
     ids: Tensor = field(metadata=_TOKEN)
     """int32: the tokens."""
@@ -122,6 +124,8 @@ class Batch:
     """[U] int64: the trainer's policy version at the start of the step."""
     role: Tensor | None = field(default=None, metadata=_UNIT)
     """[U] int64: the player of a game."""
+    source: Tensor | None = field(default=None, metadata=_UNIT)
+    """[U] int64: the data source of the rollout's task, by its place in `source_names`."""
     rollout_id: Tensor | None = field(default=None, metadata=_UNIT)
     """[U] int64: the run-wide name of the rollout; random choices are keyed by it, errors cite it."""
 
@@ -277,7 +281,7 @@ class Batch:
         """Join batches in order. Groups stay separate: equal numbers in two batches are two groups."""
         if not batches:
             raise BatchError("An empty list of batches cannot be joined: at least one is needed.")
-        batches = _share_support(batches)
+        batches = _share_sources(_share_support(batches))
         first = batches[0]
         kinds = {name: column.kind for name, column in first.columns()}
         for i, other in enumerate(batches):
@@ -363,6 +367,8 @@ class Batch:
             reward_parts=torch.from_numpy(parts.reshape(len(rollouts), len(names))) if names else None,
             truncated=column((rollout.truncated for rollout in rollouts), torch.bool),
             role=column(rollout.role for rollout in rollouts),
+            source=column(form.source_names.index(rollout.source) for rollout in rollouts),
+            source_names=form.source_names,
             rollout_id=column(rollout.id for rollout in rollouts),
             anchor=flat("anchor", np.int64) if form.has_anchor else None,
             alternative_ids=flat("alternative_ids", np.int32, form.alternatives) if form.alternatives else None,
@@ -391,6 +397,18 @@ def _share_support(batches: Sequence[Batch]) -> list[Batch]:
             places = torch.full_like(batch.ids, -1)
         shared.append(batch.replace(support=torch.where(places < 0, -1, places + before), support_sets=joined))
         before += 0 if batch.support_sets is None else len(batch.support_sets.kind)
+    return shared
+
+
+def _share_sources(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the batches with places in one list of data sources."""
+    names = tuple(sorted({name for batch in batches for name in batch.source_names}))
+    shared = []
+    for batch in batches:
+        places = batch.source
+        if places is not None and batch.source_names != names:
+            places = places.new_tensor([names.index(name) for name in batch.source_names])[places]
+        shared.append(batch.replace(source=places, source_names=names))
     return shared
 
 

@@ -25,6 +25,8 @@ class BatchSchema:
     """The columns that every rollout brings from its task."""
     alternatives: int = 0
     """The number of alternatives that rows have for each token."""
+    source_names: tuple[str, ...] = ("",)
+    """The data sources of the rollouts."""
 
     @classmethod
     def from_records(
@@ -56,12 +58,14 @@ class BatchSchema:
             _all_or_none("rollout", "greedy_reward", greedy),
             _column_names(rollouts),
             _one_width(alternatives),
+            tuple(sorted({rollout.source for rollout in rollouts})),
         )
 
     def check_part(self, part: BatchSchema, *, rows: bool, rollouts: bool) -> BatchSchema:
         """Return this schema for a part that has rows, rollouts or neither; refuse a part of another batch."""
         same_rows = self._of_rows() == part._of_rows()
         same_rollouts = self._of_rollouts() == part._of_rollouts()
+        same_rollouts &= set(part.source_names) <= set(self.source_names)
         if (rows and not same_rows) or (rollouts and not same_rollouts):
             raise BatchError(f"These rows and rollouts have the schema {part}, but the batch has {self}.")
         return self

@@ -64,7 +64,8 @@ def to_bytes(batch: Batch) -> bytearray:
         layout.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "at": end})
         buffers.append(raw)
         end += _aligned(raw.size)
-    metadata = {"model": batch.model, "part_names": batch.part_names, "kinds": kinds, "layout": layout}
+    names = {"part_names": batch.part_names, "source_names": batch.source_names}
+    metadata = {"model": batch.model, **names, "kinds": kinds, "layout": layout}
     head = json.dumps({"order": sys.byteorder, "size": end, **metadata}).encode()
     at = _aligned(_PREFIX + len(head))
     buffer = bytearray(at + end)
@@ -119,7 +120,8 @@ def _decode_batch(head: dict[str, Any], columns: memoryview) -> Batch:
             extra[name] = Column(ColumnKind(kind), tensors[name])
     if all(name in tensors for name in _SETS):
         values["support_sets"] = SupportSets(**{key: tensors[name] for name, key in _SETS.items()})
-    return Batch(model=head["model"], part_names=tuple(head["part_names"]), extra=extra, **values)
+    values |= {name: tuple(head[name]) for name in ("part_names", "source_names")}
+    return Batch(model=head["model"], extra=extra, **values)
 
 
 def _writable_view(view: memoryview) -> memoryview:

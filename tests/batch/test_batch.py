@@ -130,6 +130,17 @@ def test_named_reward_parts_become_columns() -> None:
     assert batch.part_names == ("a", "b") and batch.require("reward_parts").tolist() == [[2.0, 0.0], [2.0, 1.0]]
 
 
+def test_sources_stay_with_their_rollouts_when_batches_are_joined() -> None:
+    made = [
+        Batch.from_records([], [Rollout(n, task=n, group=n, reward=0.0, source=name) for n, name in enumerate(names)])
+        for names in (["maths", "code"], ["", "maths"])
+    ]
+    assert made[0].source_names == ("code", "maths") and made[0].require("source").tolist() == [1, 0]
+    joined = Batch.concat(made)
+    names = [joined.source_names[place] for place in joined.require("source").tolist()]
+    assert names == ["maths", "code", "", "maths"]
+
+
 def test_a_batch_moves_whole() -> None:
     batch = with_extras(random_batch(3))
     moved = batch.to("meta")

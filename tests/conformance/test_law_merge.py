@@ -44,7 +44,8 @@ def split_rows(batch: Batch, rng: np.random.Generator) -> tuple[Batch, torch.Ten
         for name, c in batch.extra.items()
     }
     columns |= {"action": action, "token_reward": torch.where(action, batch.require("token_reward")[old], torch.nan)}
-    columns |= {"observation": new & batch.require("observation")[old], "part_names": batch.part_names, "extra": extra}
+    columns |= {"observation": new & batch.require("observation")[old], "extra": extra}
+    columns |= {"part_names": batch.part_names, "source_names": batch.source_names}
     lengths = [len(row) for _, row in rows]
     return Batch(
         offsets=torch.tensor([0, *np.cumsum(lengths).tolist()]),

@@ -50,6 +50,7 @@ class StepGroupsBuilder:
             outcome=Outcome.SUCCEEDED,
             truncated=played.truncated,
             role=played.role,
+            source=task.source,
             columns=read_numbers(task, self.batch_columns),
         )
         return ScoredRollout.from_samples(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from etude.rewards import CombinedReward, RewardFunction, RewardModelScore
 
 ROLLOUT_COLUMNS = frozenset(
-    ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
+    ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward", "source"]
 ) | {"trainer_version", "rollout_id", "role", "observation", "greedy_reward", "alternative_ids", "alternative_logp"}
 """Columns that come with the rollouts."""
 

@@ -163,7 +163,8 @@ def _assemble_parts(
     info = RunInfo(directory.name, directory, steps, mask(to_tree(run)))
     log = stack.enter_context(open_run_log(run.observe, info, _headline(run), last_written_step=written))
     evaluation_id = inputs.evaluation_id(run.data.val, {"limit": run.evaluate.limit})
-    validation_batch = None if held_out is None else batch_of(held_out.take(run.evaluate.limit))
+    limit = run.evaluate.limit
+    validation_batch = None if held_out is None else batch_of(held_out.take(limit), held_out.sources()[:limit])
     validation = PeriodicValidation(run.evaluate, learner, validation_batch, steps)
     saver = CheckpointSaver(
         run.checkpoint,

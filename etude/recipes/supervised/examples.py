@@ -60,7 +60,9 @@ class ExampleStream:
         """Return the batch of the next step."""
         first = self._order.position
         end = first + self._size if self._steps is not None else min(first + self._size, self._until)
-        return batch_of([self._examples[self._order.advance_to(ordinal)] for ordinal in range(first, end)])
+        rows = [self._order.advance_to(ordinal) for ordinal in range(first, end)]
+        sources = self._examples.sources()
+        return batch_of([self._examples[row] for row in rows], [sources[row] for row in rows])
 
     def mark(self) -> tuple[Mapping[str, Any], JournalMark]:
         """Return the position in the examples, as a JSON tree; there is no journal."""
@@ -78,13 +80,14 @@ class ExampleStream:
             )
 
 
-def batch_of(examples: Sequence[Example]) -> Batch:
+def batch_of(examples: Sequence[Example], sources: Sequence[str] | None = None) -> Batch:
     """Build a batch: each example is a group, its answers are rollouts, and the first answer, the preferred one, has
-    reward 1."""
+    reward 1. sources: the data source of each example."""
     rows, rollouts = list[Sample](), list[Rollout]()
     for group, example in enumerate(examples):
         for side, answer in enumerate(example):
-            rollout = Rollout(len(rollouts), group, group, float(side == 0))
+            source = "" if sources is None else sources[group]
+            rollout = Rollout(len(rollouts), group, group, float(side == 0), source=source)
             rows.extend(_samples(answer, rollout.id))
             rollouts.append(rollout)
     return Batch.from_records(rows, rollouts)
