@@ -65,6 +65,11 @@ def resolve_hub_names(run: R, *, weights: bool = True) -> R:
         path = run.path_at(option)
         if path is not None and role != "template":
             run = replace_option(run, option, locate_model(path, option, weights=weights and role != "tokenizer"))
+    for option in run.path_mappings.values():
+        found = {
+            name: locate_model(path, f"{option}.{name}", weights=weights) for name, path in run.paths_at(option).items()
+        }
+        run = replace_option(run, option, found)
     if isinstance(run, Run):
         run = replace_option(run, "reward", _reward(run.reward, weights=weights))
     for option in ("data.train", "data.val") if weights else ():

@@ -7,6 +7,7 @@ here mean the same in all of them, so directories, resumption and export share t
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -58,9 +59,27 @@ class ReferenceConfig(Config):
 
 
 class TeacherConfig(Config):
-    """The teacher model that the policy imitates."""
+    """The teacher model that the policy imitates, or the teacher of each data source."""
 
     path: Path | None = Field(None, description="a model directory of the policy's tokenizer; its weights never change")
+    paths: dict[str, Path] = Field(
+        {},
+        description="instead of `path`, the teacher of each data source, by the source's name",
+    )
+
+    @property
+    def is_given(self) -> bool:
+        """True if there is a teacher."""
+        return self.path is not None or bool(self.paths)
+
+    @model_validator(mode="after")
+    def _is_given_one_way(self) -> Self:
+        if self.path is not None and self.paths:
+            raise ConfigError(
+                f"`teacher.path={self.path}` is the teacher of all tasks, and `teacher.paths` has one for each data "
+                "source. Give one of them."
+            )
+        return self
 
 
 class Recipe(Config):
@@ -75,6 +94,8 @@ class Recipe(Config):
     }
     """Options with paths of files, by the role of the files in the run. A run is identified by the contents of the
     files, and not by their paths."""
+    path_mappings: ClassVar[dict[str, str]] = {}
+    """The same for options with several paths by name."""
     head: ClassVar[Head] = "language"
     """The head on the model's hidden states."""
 
@@ -171,10 +192,20 @@ class Recipe(Config):
 
     def path_at(self, option: str) -> Path | None:
         """Return the path that an option holds, by the option's dotted path."""
+        value = self._value_at(option)
+        assert value is None or isinstance(value, Path), f"`{option}` names no place"
+        return value
+
+    def paths_at(self, option: str) -> Mapping[str, Path]:
+        """Return the paths that an option holds by name, by the option's dotted path."""
+        value = self._value_at(option)
+        assert isinstance(value, dict), f"`{option}` names no places"
+        return value
+
+    def _value_at(self, option: str) -> Any:
         value: Any = self
         for name in option.split("."):
             value = getattr(value, name)
-        assert value is None or isinstance(value, Path), f"`{option}` names no place"
         return value
 
     def learners(self) -> dict[str, TrainConfig]:

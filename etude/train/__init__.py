@@ -9,8 +9,9 @@ from etude.lazy import lazy_getattr
 if TYPE_CHECKING:
     from etude.train.config import MeshConfig, TrainConfig
     from etude.train.flops import measure_bf16_speedup, measure_matmul_flops
-    from etude.train.frozen_model import FrozenModel
+    from etude.train.frozen_model import FrozenModel, ScoringModel
     from etude.train.learner import Learner, Objective, load_weights, read_weights
+    from etude.train.routed_models import RoutedModels
     from etude.train.score import ModelScorer
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "MeshConfig",
     "ModelScorer",
     "Objective",
+    "RoutedModels",
+    "ScoringModel",
     "TrainConfig",
     "load_weights",
     "measure_bf16_speedup",
@@ -31,8 +34,9 @@ __getattr__ = lazy_getattr(
     {
         "config": ("MeshConfig", "TrainConfig"),
         "flops": ("measure_bf16_speedup", "measure_matmul_flops"),
-        "frozen_model": ("FrozenModel",),
+        "frozen_model": ("FrozenModel", "ScoringModel"),
         "learner": ("Learner", "Objective", "load_weights", "read_weights"),
+        "routed_models": ("RoutedModels",),
         "score": ("ModelScorer",),
     },
 )

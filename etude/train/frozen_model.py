@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,27 @@ if TYPE_CHECKING:
     from etude.train.fsdp import ShardedModel
 
 
-class FrozenModel:
+class ScoringModel(Protocol):
+    """A model that computes log-probs of tokens that other models sampled, or several models that share the work."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens that it knows."""
+        ...
+
+    def logp(self, batch: Batch) -> Tensor:
+        """[T]: compute the log-prob of each action token; NaN elsewhere."""
+        ...
+
+    def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
+        """[T, k] of each: return the most likely ids at every action token, and their log-probs; NaN elsewhere.
+
+        Both come from the distribution over the first `among` ids of the vocabulary.
+        """
+        ...
+
+
+class FrozenModel(ScoringModel):
     """A model that computes log-probs of tokens that other models sampled. Its weights never change."""
 
     def __init__(
@@ -52,8 +72,11 @@ class FrozenModel:
         self._compute_device = compute_device
         self._shared_packs: SharedPacks | None = None if self._sharded is None else self._sharded.tensor
 
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
     def logp(self, batch: Batch) -> Tensor:
-        """[T]: compute the log-prob of each action token; NaN elsewhere."""
         logp = torch.full((batch.num_tokens,), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32))
         with self._on_compute_device() as forward, closing(self._passes(batch, forward.model)) as passes:
             for micro, at in passes:
@@ -62,10 +85,6 @@ class FrozenModel:
         return logp.to(batch.device)
 
     def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
-        """[T, k] of each: return the most likely ids at every action token, and their log-probs; NaN elsewhere.
-
-        Both come from the distribution over the first `among` ids of the vocabulary.
-        """
         ids = torch.zeros((batch.num_tokens, count), dtype=torch.int64)
         logp = torch.full(
             (batch.num_tokens, count), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32)

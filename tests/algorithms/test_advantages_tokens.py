@@ -117,6 +117,20 @@ def test_distillation(seed: int) -> None:
     assert set(estimate("distillation", far).advantage.tolist()) == {-20.0}
 
 
+def test_distillation_weighs_each_data_source_and_measures_it_as_it_is() -> None:
+    batch = irregular_batch(2)
+    plain, weighed = (estimate("distillation", batch, weights=weights) for weights in ({}, {"math": 0.25, "code": 1.0}))
+    is_math = View(batch).column("source") == batch.source_names.index("math")
+    assert 0 < int(is_math.sum()) < len(is_math)
+    close(weighed.advantage, torch.where(is_math, 0.25 * plain.advantage, plain.advantage))
+    for result in (plain, weighed):
+        measured = result.metrics.reduce()
+        assert measured["teacher_kl/math"] == pytest.approx(float(-plain.advantage[is_math].mean()))
+        assert measured["teacher_kl/code"] == pytest.approx(float(-plain.advantage[~is_math].mean()))
+    unnamed = batch.replace(source=torch.zeros_like(batch.require("source")), source_names=("",))
+    assert not [name for name in estimate("distillation", unnamed).metrics if "/" in name]
+
+
 def test_a_reward_on_a_tools_answer_belongs_to_the_action_before_it() -> None:
     batch = irregular_batch(2)
     answers = batch.action.roll(1) & ~batch.action

@@ -135,6 +135,20 @@ def test_topk_distillation(direction: Direction) -> None:
     check_formula(TopKDistillation(direction=direction), batch, formula, model_outputs(batch))
 
 
+def test_topk_distillation_weighs_the_loss_of_each_data_source() -> None:
+    batch = off_policy(5)
+    is_math = (View(batch).column("source") == batch.source_names.index("math")).numpy()
+    assert 0 < is_math.sum() < len(is_math)
+    teacher = View(batch).column("teacher_topk_logp").numpy()
+    p = np.exp(np.concatenate([teacher, np.log(1 - np.exp(teacher).sum(-1, keepdims=True))], -1))
+
+    def formula(student: Array) -> float:
+        kl = (p * (np.log(p) - student)).sum(-1)
+        return float(np.where(is_math, 0.25 * kl, kl).mean())
+
+    check_formula(TopKDistillation(weights={"math": 0.25}), batch, formula, model_outputs(batch))
+
+
 Direction = Literal["forward", "reverse"]
 
 

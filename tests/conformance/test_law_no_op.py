@@ -55,6 +55,7 @@ FLIPS: dict[str, dict[str, Flip]] = {
     "advantage=reinforce++": {"gamma": Flip(0.9)},
     "advantage=gpg": {"f_norm": Flip(2.0)},
     "advantage=gdpo": {"weights": Flip({"correct": 3.0, "format": 1.0})},
+    "advantage=distillation": {"weights": Flip({"math": 0.5})},
     "advantage=pass_at_k": {"normalize": Flip(True)},
     "advantage=pkpo": {"k": Flip(3)},
     "advantage=step_rewards": {

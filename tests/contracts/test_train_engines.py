@@ -467,6 +467,17 @@ def test_a_frozen_model_computes_the_same_as_on_one_rank(fsdp: Engine, groups: i
             torch.testing.assert_close(one.require(name), many.require(name), rtol=0, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.parametrize("sources", [[0, 1, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1]], ids=["mixed", "apart", "one"])
+def test_teachers_of_data_sources_compute_the_same_as_on_one_rank(fsdp: Engine, sources: list[int]) -> None:
+    """A rank without a rollout of a teacher's source still takes part in gathering that teacher's weights."""
+    batch = rollouts(groups=4, longest=30)
+    batch = batch.replace(source=torch.tensor(sources)[batch.group], source_names=("code", "math"))
+    one, many = (crew.call(RankPolicy.annotate_with_two_teachers, batch) for crew in (fsdp.start_one(), fsdp.start()))
+    assert torch.equal(one.require("teacher_topk_ids"), many.require("teacher_topk_ids"))
+    for name in ("teacher_logp", "teacher_topk_logp"):
+        torch.testing.assert_close(one.require(name), many.require(name), rtol=0, atol=1e-12, equal_nan=True)
+
+
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_adapters_are_written_and_resumed_as_with_one_rank(fsdp: Engine, precision: str, tmp_path: Path) -> None:
     """The files are the merged model, the model without adapters, and the adapters.

@@ -37,7 +37,7 @@ from etude.recipes.run.roles import POLICY_COLUMNS, REFERENCE_COLUMNS
 from etude.recipes.supervised.worker import annotate_with_reference
 from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, PolicyWorker
 from etude.rollout import TorchEngine, TorchEngineConfig
-from etude.train import FrozenModel, Learner, MeshConfig, TrainConfig
+from etude.train import FrozenModel, Learner, MeshConfig, RoutedModels, TrainConfig
 from etude.train.backend import HeldModel
 from etude.train.device_mesh import build_mesh
 from etude.train.fsdp import ShardedModel
@@ -103,6 +103,7 @@ class RankPolicy:
             other_model, 50, disable_adapters=trained_model.has_adapters, compute_device=compute_device
         )
         reference = self.reference if uses_reference else None
+        self.held = held
         self.learner = Learner(held, config, steps=20, peak=1e12, reference=reference)
         if offload_activations:
             self.learner.model.activation_checkpointing = "offload"  # the option itself is refused without a GPU
@@ -229,6 +230,13 @@ class RankPolicy:
         ids, logp = self.reference.top_tokens(batch, 4, VOCABULARY)
         annotated = self.worker.annotate(batch, frozenset({"ref_logp"}))
         return annotated.replace(teacher_topk_ids=ids, teacher_topk_logp=logp)
+
+    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
+    def annotate_with_two_teachers(self, batch: Batch) -> Batch:
+        """Return the batch with what two teachers compute: the reference for `code`, the policy for `math`."""
+        teachers = RoutedModels({"code": self.reference, "math": FrozenModel(self.held, 50)})
+        ids, logp = teachers.top_tokens(batch, 4, VOCABULARY)
+        return batch.replace(teacher_logp=teachers.logp(batch), teacher_topk_ids=ids, teacher_topk_logp=logp)
 
     @dispatch_mode()
     def gradient(self) -> dict[str, Tensor]:

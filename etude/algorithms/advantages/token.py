@@ -6,7 +6,7 @@ goes from one action token to the next of the same rollout, over all tokens betw
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -14,6 +14,7 @@ from etude.algorithms.advantages.rewards import Rewards
 from etude.algorithms.advantages.statistics import GroupStatistics, measure_advantage, moments, whiten
 from etude.algorithms.base import Advantage, AdvantageEstimate, AlgorithmState, log_ratio
 from etude.algorithms.segments import Segments
+from etude.algorithms.sources import means_by_source, source_weights
 from etude.algorithms.view import Ranks, View
 from etude.errors import BatchError
 from etude.lazy import torch
@@ -188,15 +189,24 @@ class OnPolicyDistillation(Advantage):
     It is the reverse KL to the teacher, one token at a time, with the visited states held fixed. A token's effect on
     the KL of later tokens is left out (token-local). The formula is that of the on-policy distillation literature.
     Assumes that the teacher scored the sampled tokens, at the policy's temperature. Reads no reward.
-    Ours: the log-ratio is cut to ±20, as everywhere.
+    Ours: the log-ratio is cut to ±20, as everywhere. `weights` multiplies A by a number of the task's data source.
     """
 
+    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {},
+        description="factor of the advantages of each data source, by its name; 1 for those not named. Larger learns "
+        "more from the source's teacher, 0 nothing",
+    )
+
     def required_columns(self) -> frozenset[str]:
-        return frozenset({"old_logp", "teacher_logp"})
+        return frozenset({"old_logp", "teacher_logp"} | ({"source"} if self.weights else set()))
 
     def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
         by = "The advantage `distillation`"
         found = -log_ratio(view.column("old_logp", by), view.column("teacher_logp", by)).to(view.dtype)
         metrics = Metrics({"teacher_kl": Mean.over(-found.sum(), len(found))})
+        metrics.merge(means_by_source(view, "teacher_kl", -found))
+        if self.weights:
+            found = found * source_weights(view, self.weights, by)
         metrics.merge(measure_advantage(found, view.ranks))
         return AdvantageEstimate(found, metrics=metrics)

@@ -11,12 +11,13 @@ for the teacher's columns differs; the loss does not change.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from etude.algorithms.base import LossValue, TokenLoss
 from etude.algorithms.reduce import Denominators
+from etude.algorithms.sources import means_by_source, source_weights
 from etude.algorithms.view import View
 from etude.lazy import torch
 from etude.observe import Mean, Metrics
@@ -66,16 +67,23 @@ class TopKDistillation(TokenLoss):
     """
 
     direction: Direction = Field("forward", description="KL of the teacher to the student (forward), or back (reverse)")
+    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {},
+        description="factor of the loss of each data source, by its name; 1 for those not named. Larger learns more "
+        "from the source's teacher, 0 nothing",
+    )
 
     def required_columns(self) -> frozenset[str]:
-        return super().required_columns() | {"teacher_topk_ids", "teacher_topk_logp"}
+        more = {"source"} if self.weights else set()
+        return super().required_columns() | {"teacher_topk_ids", "teacher_topk_logp"} | more
 
     def forward_outputs(self) -> frozenset[str]:
         return frozenset({"topk_logp"})
 
     def __call__(self, view: View, denominators: Denominators) -> LossValue:
-        student = view.output("topk_logp", needed_by="Top-k distillation")
-        teacher = view.column("teacher_topk_logp", needed_by="Top-k distillation").to(student.dtype)
+        by = "Top-k distillation"
+        student = view.output("topk_logp", needed_by=by)
+        teacher = view.column("teacher_topk_logp", needed_by=by).to(student.dtype)
         loss = topk_kl(student, teacher, self.direction)
         metrics = Metrics(
             {
@@ -83,4 +91,7 @@ class TopKDistillation(TokenLoss):
                 "teacher_tail": Mean.over(tail_probability(teacher).sum(), len(loss)),
             }
         )
+        metrics.merge(means_by_source(view, "distillation_kl", loss.detach()))
+        if self.weights:
+            loss = loss * source_weights(view, self.weights, by).to(loss.dtype)
         return LossValue(self.reduce_terms(loss, view, denominators), metrics)

@@ -74,6 +74,7 @@ class Run(Recipe, AlgorithmConfig):
         "teacher": "teacher.path",
         "critic": "critic.path",
     }
+    path_mappings: ClassVar[dict[str, str]] = {"teacher": "teacher.paths"}
 
     recipe: Literal["train"] = Field("train", description="the command that these options are for")
     reference: Annotated[

@@ -238,6 +238,8 @@ def _with_paths(run: R, change: Callable[[Path], Path]) -> R:
 
     paths: dict[str, Any] = {path: run.path_at(path) for path in ("directory", *run.path_options.values())}
     paths = {path: change(location) for path, location in paths.items() if location is not None}
+    for option in run.path_mappings.values():
+        paths[option] = {name: change(location) for name, location in run.paths_at(option).items()}
     paths |= {"data.train": data(run.data.train), "data.val": data(run.data.val)}
     if isinstance(run, Run):
         paths |= {"env.path": run.env.path and code(run.env.path), "env.tools": tuple(map(code, run.env.tools))}
@@ -343,7 +345,7 @@ def differences(before: Recipe, after: Recipe) -> list[tuple[str, object, object
     marks = {**dict(marked_options(after)), **dict(marked_options(before))}
     any_length = before.length_may_change
     free = [path for path, mark in marks.items() if any_length or not mark.sets_length]
-    free += [*before.path_options.values(), "data.train"]
+    free += [*before.path_options.values(), *before.path_mappings.values(), "data.train"]
     return [
         (path, old.get(path, "absent"), new.get(path, "absent"))
         for path in sorted(old.keys() | new.keys())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from etude.algorithms.losses.distill import TopKDistillation
 from etude.batch import OWN_NAMES
 from etude.chat import ChatRenderer
 from etude.checkpoint import CheckpointManager
@@ -29,6 +30,7 @@ from etude.recipes.run.builders.auxiliary_models import AuxiliaryLoader, build_m
 from etude.recipes.run.builders.policy import PolicyLoader, build_chat_renderer
 from etude.recipes.run.resume import inputs
 from etude.recipes.run.rules import checks
+from etude.recipes.run.rules.sources import DataSources
 from etude.recipes.run.session import log_start, run_session
 from etude.recipes.run.steps.save_resume import CheckpointSaver, resume_run
 from etude.recipes.servers.rank_engines import start_ranks
@@ -44,11 +46,11 @@ from etude.recipes.supervised.worker import (
     annotate_with_teacher,
 )
 from etude.recipes.workers.utilization import measure_peak_flops
-from etude.train import FrozenModel, Learner
+from etude.train import Learner, ScoringModel
 from etude.train.backend import HeldModel, model_of
 from etude.train.optim import PRECISIONS
 
-COMMON = frozenset({"turn"})
+COMMON = frozenset({"turn", "source"})
 """Columns that every example has."""
 COLUMN_SOURCES = {
     "ref_logp": "a reference: `etude dpo` has one",
@@ -137,8 +139,11 @@ def _find_idle_models(run: SupervisedRun) -> Iterator[ConfigError]:
             "This loss reads no output of a teacher: `etude sft` trains on the same texts without one. Start that, "
             "or choose `loss=distill_topk`."
         )
-    if isinstance(run, DistillRun) and run.teacher.path is None:
-        yield ConfigError("There is no teacher: give its model directory with `teacher.path=…`.")
+    if isinstance(run, DistillRun) and not run.teacher.is_given:
+        yield ConfigError(
+            "There is no teacher: give its model directory with `teacher.path=…`, or one for each data source with "
+            "`teacher.paths={…}`."
+        )
 
 
 def _assemble_parts(
@@ -151,6 +156,8 @@ def _assemble_parts(
     context = read_context_length(run.model.path)
     examples = _read(run, "data.train", run.data.train, chat, context)
     held_out = _read(run, "data.val", run.data.val, chat, context) if run.data.val else None
+    if isinstance(run, DistillRun):
+        _check_sources(run, examples, held_out)
     order = run.data.sampler.start(len(examples), run.seed, examples.sources)
     stream = ExampleStream(examples, order, run.batch_size, steps=run.steps, epochs=run.epochs or 1.0)
     learner = SupervisedLearner(stack.enter_context(closing(_crew(run, chat, stream.total_steps, directory))))
@@ -184,6 +191,17 @@ def _assemble_parts(
     return SupervisedComponents(directory, log, stream, learner, validation, saver, examples.skip_metrics())
 
 
+def _check_sources(run: DistillRun, examples: Examples, held_out: Examples | None) -> None:
+    """Refuse data sources without a teacher, and options that name none of the data's sources."""
+    sources = DataSources("data.train", examples.sources())
+    sources.check_teachers(run.teacher.paths)
+    sources.refuse_others("teacher.paths", run.teacher.paths)
+    if isinstance(run.loss, TopKDistillation):
+        sources.refuse_others("loss.weights", run.loss.weights)
+    if held_out is not None:
+        DataSources("data.val", held_out.sources()).check_teachers(run.teacher.paths)
+
+
 def _read(run: SupervisedRun, name: str, files: Sequence[str], chat: ChatRenderer, context: int) -> Examples:
     """Load the examples of some files, with a progress bar."""
     with progress(f"reading {name}", None, make_console(run.observe.console)) as bar:
@@ -211,7 +229,7 @@ def _worker(run: SupervisedRun, chat: ChatRenderer) -> SupervisedWorker:
     return build_supervised_worker(run, model, _load_other_model(run, model, mesh))
 
 
-def build_supervised_worker(run: SupervisedRun, model: HeldModel, other: FrozenModel | None) -> SupervisedWorker:
+def build_supervised_worker(run: SupervisedRun, model: HeldModel, other: ScoringModel | None) -> SupervisedWorker:
     """Build a worker from loaded models. other: the reference or the teacher, if the loss reads one."""
     peak = measure_peak_flops(PRECISIONS[run.train.precision], model_of(model).device)
     temperature = run.temperature if isinstance(run, DistillRun) else 1.0
@@ -219,22 +237,22 @@ def build_supervised_worker(run: SupervisedRun, model: HeldModel, other: FrozenM
     return SupervisedWorker(run.loss, learner, _build_annotate(run, model_of(model), other))
 
 
-def _load_other_model(run: SupervisedRun, model: HeldModel, mesh: DeviceMesh | None) -> FrozenModel | None:
+def _load_other_model(run: SupervisedRun, model: HeldModel, mesh: DeviceMesh | None) -> ScoringModel | None:
     if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
         return AuxiliaryLoader(run, model, mesh).load_reference(run.reference.path)
     if isinstance(run, DistillRun):
-        return AuxiliaryLoader(run, model, mesh).load_frozen("teacher", run.teacher.path, run.temperature)
+        return AuxiliaryLoader(run, model, mesh).load_teacher(run.teacher, run.temperature)
     return None
 
 
-def _build_annotate(run: SupervisedRun, model: Model, other: FrozenModel | None) -> Annotate | None:
+def _build_annotate(run: SupervisedRun, model: Model, other: ScoringModel | None) -> Annotate | None:
     """Return the function that adds the other model's columns, if there is one."""
     if other is None or not isinstance(run, DistillRun):
         return None if other is None else annotate_with_reference(other)
-    num_tokens = min(model.vocab_size, other.model.vocab_size)
+    num_tokens = min(model.vocab_size, other.vocab_size)
     if run.teacher.top > num_tokens and run.teacher.top != DistillTeacherConfig.model_fields["top"].default:
         raise ConfigError(
-            f"`teacher.top={run.teacher.top}` asks for more tokens than both models know, which is {num_tokens}. "
+            f"`teacher.top={run.teacher.top}` asks for more tokens than all models know, which is {num_tokens}. "
             "Lower it."
         )
     return annotate_with_teacher(other, min(run.teacher.top, num_tokens), num_tokens)

@@ -82,6 +82,7 @@ class DistillRun(SupervisedRun):
 
     aliases: ClassVar[Mapping[str, str]] = SUPERVISED_ALIASES | DISTILLATION_ALIASES
     path_options: ClassVar[dict[str, str]] = Recipe.path_options | {"teacher": "teacher.path"}
+    path_mappings: ClassVar[dict[str, str]] = {"teacher": "teacher.paths"}
     provided_columns: ClassVar[frozenset[str]] = frozenset({"teacher_topk_ids", "teacher_topk_logp"})
     outputs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "topk_logp"})
 

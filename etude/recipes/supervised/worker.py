@@ -13,18 +13,18 @@ from etude.protocols import Crew, Gather, Split, dispatch_mode
 from etude.recipes.workers.checkpointed import CheckpointedModels, CheckpointedWorker
 from etude.recipes.workers.policy_worker import LossObjective
 from etude.recipes.workers.utilization import UtilizationMeter, count_parameters
-from etude.train import FrozenModel, Learner
+from etude.train import Learner, ScoringModel
 
 Annotate = Callable[[Batch], Batch]
 """Adds the columns that another model computes."""
 
 
-def annotate_with_reference(reference: FrozenModel) -> Annotate:
+def annotate_with_reference(reference: ScoringModel) -> Annotate:
     """Return a function that adds the reference's log-probs of the tokens."""
     return lambda batch: batch.replace(ref_logp=reference.logp(batch))
 
 
-def annotate_with_teacher(teacher: FrozenModel, top: int, vocabulary: int) -> Annotate:
+def annotate_with_teacher(teacher: ScoringModel, top: int, vocabulary: int) -> Annotate:
     """Return a function that adds the teacher's most likely tokens, among those that the trained model knows too."""
 
     def annotate(batch: Batch) -> Batch:

@@ -38,7 +38,7 @@ from etude.rollout import TorchEngine
 from etude.rollout.engine_thread import release_omp_workers
 from etude.rollout.server_client import ServerAddress
 from etude.sync import publish_to_engine
-from etude.train import FrozenModel, Learner
+from etude.train import Learner, ScoringModel
 from etude.train.forward import TOKEN_OF_BATCH
 from etude.train.optim import ignore_gradient
 from etude.train.ranks import current_ranks
@@ -122,7 +122,7 @@ class LossObjective:
 class AuxiliaryModels:
     """The models besides the policy that its algorithm needs."""
 
-    frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
+    frozen: Mapping[str, ScoringModel] = field(default_factory=dict)
     """Frozen models by the log-prob column that each computes: the reference, the teacher."""
     critic: Learner | None = None
     critic_objective: LossObjective = LossObjective(ValueLoss())

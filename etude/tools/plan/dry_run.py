@@ -184,7 +184,7 @@ class _DryRun(DryRun[Run]):
         """Build the worker of the policy, with the reference, teacher and critic of this device."""
         run, roles = self.run, self.roles
         reference = self.frozen("reference", run.reference.path) if "reference" in roles else None
-        teacher = self.frozen("teacher", run.teacher.path) if "teacher" in roles else None
+        teacher = self.teachers(run.teacher) if "teacher" in roles else None
         critic = self._critic() if "critic" in roles else None
         with self.tracker.labeled_as("optimizer"):
             worker = auxiliary_models.build_policy_worker(
@@ -248,11 +248,11 @@ class _DryRun(DryRun[Run]):
         run = self.run
         tracker = self.tracker
         batch = worst_case_batch(self.run, self.row)
-        for role, path in (("reference", run.reference.path), ("teacher", run.teacher.path)):
-            if role in self.roles:
-                frozen = self.frozen(role, path)
-                with self.phase("annotating", frozen.model):
-                    frozen.logp(batch)
+        reference = [self.frozen("reference", run.reference.path)] if "reference" in self.roles else []
+        teachers = self.teachers(run.teacher).models if "teacher" in self.roles else []
+        for frozen in (*reference, *teachers):
+            with self.phase("annotating", frozen.model):
+                frozen.logp(batch)
         if "critic" in self.roles:
             critic = self._critic()
             with tracker.labeled_as("optimizer"):

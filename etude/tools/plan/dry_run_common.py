@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,17 +15,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from etude.batch import Batch
 from etude.checkpoint import flat
 from etude.models import Head, Model, create_empty
 from etude.models.loading import create_on_meta
 from etude.models.shapes import LayerSizes
-from etude.recipes.recipe import Recipe
+from etude.models.transformers_backbone import decoder_layers
+from etude.recipes.recipe import Recipe, TeacherConfig
 from etude.recipes.run.builders import auxiliary_models
 from etude.recipes.run.builders.policy import choose_trained
 from etude.recipes.workers.checkpointed import CheckpointedWorker
 from etude.tools.plan.fake_tensors import use_fake_tensors
 from etude.tools.plan.memory_tracker import MemoryTrace, MemoryTracker, TensorLabeler
-from etude.train import FrozenModel, TrainConfig
+from etude.train import FrozenModel, ScoringModel, TrainConfig
 from etude.train.backend import HeldModel, model_of
 from etude.train.optim import PRECISIONS, local_part
 from etude.train.sharded_loading import create_shards
@@ -143,6 +145,19 @@ class DryRun(ABC, Generic[R]):
             model = build_model(path or self.path, dtype, self.mesh, self.setting.layers, prepare=_freeze)
         return FrozenModel(model, max_tokens, temperature=temperature)
 
+    def teachers(self, teacher: TeacherConfig, temperature: float = 1.0) -> Teachers:
+        """Build the teacher, or those of all data sources."""
+        paths: list[Path | None] = list(dict.fromkeys(teacher.paths.values()))
+        models = {path: self.frozen("teacher", path, temperature) for path in paths or [teacher.path]}
+
+        def size(path: Path | None) -> int:
+            depth = None if path is None else self.setting.layers.get(path)
+            return _weight_bytes(models[path].model, depth)
+
+        for path in sorted(models, key=size)[:-1]:
+            self.tracker.label(map(local_part, models[path].model.parameters()), "other teachers")
+        return Teachers(list(models.values()))
+
     def prepare_update(self, worker: CheckpointedWorker) -> None:
         """Set the requested checkpointing, and allocate the copy of the state that a save in the background writes."""
         self.policy.activation_checkpointing = self.requested.train.activation_checkpointing
@@ -151,6 +166,37 @@ class DryRun(ABC, Generic[R]):
                 for part in map(local_part, flat(worker.tensors()).values()):
                     is_pinned = part.device.type == "cuda"
                     self.kept_alive.append(torch.empty_like(part, device="cpu", pin_memory=is_pinned))
+
+
+class Teachers(ScoringModel):
+    """The teachers of a run. Each computes the whole batch, because all tasks of a step may be of its data source."""
+
+    def __init__(self, models: Sequence[FrozenModel]) -> None:
+        self.models = models
+
+    @property
+    def vocab_size(self) -> int:
+        return min(model.vocab_size for model in self.models)
+
+    def logp(self, batch: Batch) -> Tensor:
+        for model in self.models:
+            logp = model.logp(batch)
+        return logp
+
+    def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
+        for model in self.models:
+            top = model.top_tokens(batch, count, among)
+        return top
+
+
+def _weight_bytes(model: Model, depth: Depth | None) -> int:
+    """Return the bytes of a model's weights with all its layers. depth: the number of them, if not all are built."""
+    total = sum(local_part(weight).nbytes for weight in model.parameters())
+    if depth is None:
+        return total
+    layers = decoder_layers(model.module, model.num_layers)
+    in_layers = sum(local_part(weight).nbytes for layer in layers for weight in layer.parameters())
+    return total + in_layers * (depth.total - depth.built) // depth.built
 
 
 def build_policy(run: Recipe, mesh: DeviceMesh | None, layers: Layers = ALL_LAYERS) -> HeldModel:

@@ -18,7 +18,7 @@ from torch import nn
 from etude.models import Head
 from etude.models.loading import create_on_meta
 from etude.models.transformers_backbone import decoder_layers
-from etude.recipes.recipe import Recipe
+from etude.recipes.recipe import Recipe, TeacherConfig
 from etude.recipes.run.config import Run
 from etude.recipes.run.roles import model_rewards
 from etude.recipes.supervised.runs import DistillRun, DPORun
@@ -74,14 +74,18 @@ def _models(run: Recipe, roles: frozenset[str]) -> Iterable[tuple[Path, Head]]:
     if isinstance(run, Run):
         present = roles & run.active_roles()
         found += [(run.reference.path, "language")] if "reference" in present else []
-        found += [(run.teacher.path, "language")] if "teacher" in present else []
+        found += _teachers(run.teacher) if "teacher" in present else []
         found += [(run.critic.path, "value")] if "critic" in present else []
         found += [(reward.path, "score") for reward in model_rewards(run.reward) if "reward" in roles]
     elif isinstance(run, DPORun):
         found.append((run.reference.path, "language"))
     elif isinstance(run, DistillRun):
-        found.append((run.teacher.path, "language"))
+        found += _teachers(run.teacher)
     return [(path, head) for path, head in found if path is not None]
+
+
+def _teachers(teacher: TeacherConfig) -> list[tuple[Path | None, Head]]:
+    return [(path, "language") for path in teacher.paths.values() or [teacher.path]]
 
 
 @lru_cache(maxsize=32)

@@ -52,6 +52,8 @@ from etude.train.flops import count_active
 CPU = torch.device("cpu")
 FROZEN = frozenset({"reference", "teacher"})
 """The models that `train.offload` moves to a GPU for each forward pass."""
+OTHER_TEACHERS = frozenset({"other teachers"})
+"""The teachers but the largest. They wait in CPU memory while that one is on the GPU."""
 WAITING = "waiting rollouts"
 """The kind of memory of rollouts that wait."""
 TOKEN_BYTES = 17
@@ -271,7 +273,7 @@ def _offloaded_kinds(roles: frozenset[str], phase: str, *, full_kl: bool) -> fro
 
     full_kl: each update calls the reference, which stays.
     """
-    kinds = set[str]()
+    kinds = set(OTHER_TEACHERS)
     if phase == "sampling" or (phase == "annotating" and "critic" not in roles):
         kinds |= OFFLOADED_KINDS
     if phase != "annotating" and not full_kl:

@@ -18,6 +18,7 @@ KINDS = (
     "server",
     "reference",
     "teacher",
+    "other teachers",
     "critic",
     "reward model",
     "masters",

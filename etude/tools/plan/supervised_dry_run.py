@@ -18,7 +18,7 @@ from etude.recipes.supervised.config import SupervisedRun
 from etude.recipes.supervised.examples import batch_of
 from etude.recipes.supervised.runs import DistillRun, DPORun
 from etude.tools.plan.dry_run_common import MICRO_BATCHES, DryRun, DryRunResult, Setting, label_by_optimizers
-from etude.train import FrozenModel
+from etude.train import ScoringModel
 
 
 class SupervisedDryRun(DryRun[SupervisedRun]):
@@ -47,11 +47,11 @@ class SupervisedDryRun(DryRun[SupervisedRun]):
         depth = self.setting.layers.get(self.path)
         return DryRunResult(tracker.trace(), run, 0, 0, (1, max_tokens - 1), depth)
 
-    def _frozen_model(self) -> FrozenModel | None:
+    def _frozen_model(self) -> ScoringModel | None:
         run = self.run
         if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
             return self.frozen("reference", run.reference.path)
-        return self.frozen("teacher", run.teacher.path, run.temperature) if isinstance(run, DistillRun) else None
+        return self.teachers(run.teacher, run.temperature) if isinstance(run, DistillRun) else None
 
 
 def worst_case_examples(run: SupervisedRun, max_tokens: int, count: int) -> Batch:

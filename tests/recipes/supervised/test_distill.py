@@ -84,7 +84,7 @@ def test_a_teacher_may_have_more_rows_than_tokens(supervised_world: Path, tmp_pa
         "distill", supervised_world, tmp_path / "unasked", **options | {"teacher.top": None}
     )  # as many as there are
     message = refusal(capsys, "distill", supervised_world, tmp_path / "more", **options | {"teacher.top": size + 1})
-    assert f"asks for more tokens than both models know, which is {size}" in message
+    assert f"asks for more tokens than all models know, which is {size}" in message
 
 
 def test_a_teacher_that_cannot_teach_is_refused(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:

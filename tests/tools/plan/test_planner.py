@@ -459,6 +459,28 @@ def test_offloaded_models_are_not_counted_on_the_gpu(model: Path) -> None:
     assert "optimizer" in updating and "reference" not in updating
 
 
+@pytest.mark.slow
+def test_each_teacher_is_counted_and_of_offloaded_ones_the_largest(model: Path, deeper: Path) -> None:
+    sizes = {}
+    for path in (model, deeper):
+        with use_fake_tensors(MemoryTracker()):
+            weights = create_empty(path, dtype=torch.bfloat16).parameters()
+            sizes[path] = sum(weight.nbytes for weight in weights)
+    paths = f"teacher.paths={{first: {model}, large: {deeper}, second: {model}}}"
+    options = ("ranks=1", "train.precision=bf16", "advantage=distillation", paths)
+    kept = dry_run(plan_run(model, *options), CPU).memory.peak("annotating").kinds
+    assert kept["teacher"] == pytest.approx(sizes[deeper], abs=1000)
+    assert kept["other teachers"] == pytest.approx(sizes[model], abs=1000)
+
+    (device,) = plan_memory(plan_run(model, *options, "gpus=1", "train.offload=true"), with_savings=False).devices
+    assert device.phases["annotating"].kinds["teacher"] == pytest.approx(sizes[deeper], abs=1000)
+    assert not any("other teachers" in phase.kinds for phase in device.phases.values())
+    assert "teacher" not in device.phases["updating"].kinds
+
+    _, beside = plan_memory(plan_run(model, *options, "gpus=2", "placement.teacher=cuda:1"), with_savings=False).devices
+    assert {"teacher", "other teachers"} <= beside.phases["annotating"].kinds.keys()
+
+
 # -- servers -----------------------------------------------------------------------------------------------------------
 
 

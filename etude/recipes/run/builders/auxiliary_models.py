@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
 from etude.models import Head, Model, adapt, load
-from etude.recipes.recipe import Recipe
+from etude.recipes.recipe import Recipe, TeacherConfig
 from etude.recipes.run.builders import lengths
 from etude.recipes.run.config import CriticConfig, Run
 from etude.recipes.run.directory import check_model
 from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, PolicyWorker
 from etude.recipes.workers.utilization import measure_peak_flops
 from etude.rollout import TorchEngine
-from etude.train import FrozenModel, Learner, device_mesh
+from etude.train import FrozenModel, Learner, RoutedModels, ScoringModel, device_mesh
 from etude.train.backend import HeldModel, model_of
 from etude.train.optim import PRECISIONS
 from etude.train.sharded_loading import load_sharded
@@ -86,32 +86,48 @@ class AuxiliaryLoader:
 
     def load_critic(self, critic: CriticConfig) -> HeldModel:
         """Load the critic, in its initial state."""
-        where = self._model_directory("critic", critic.path)
+        where = self._model_directory("critic.path", critic.path)
         precision = PRECISIONS[critic.train.precision]
         device = self.run.role_device("critic", self._model.device)
         model = load_trained(where, precision, self.mesh, device=device, head="value")
-        self._refuse_other_tokens("critic", where, model_of(model))
-        self._refuse_short_context("critic", where, model_of(model))
+        self._refuse_other_tokens("critic", where, model_of(model), "critic.path")
+        self._refuse_short_context("critic", where, model_of(model), "critic.path")
         return model
 
+    def load_teacher(self, teacher: TeacherConfig, temperature: float = 1.0) -> ScoringModel:
+        """Load the teacher, or the teacher of each data source."""
+        if not teacher.paths:
+            return self.load_frozen("teacher", teacher.path, temperature)
+        return RoutedModels.load(
+            teacher.paths,
+            lambda source, path: self.load_frozen("teacher", path, temperature, option=f"teacher.paths.{source}"),
+        )
+
     def load_frozen(
-        self, role: str, path: Path | None, temperature: float = 1.0, *, keep_resident: bool = False
+        self,
+        role: str,
+        path: Path | None,
+        temperature: float = 1.0,
+        *,
+        option: str = "",
+        keep_resident: bool = False,
     ) -> FrozenModel:
         """Load a model that is never trained: the policy's initial model, unless another is named.
 
-        Under `train.offload` it is kept in CPU memory between calls, unless it must stay resident or is placed on
-        another device than the policy.
+        option: the option that names it, if not the role's `path`. Under `train.offload` it is kept in CPU memory
+        between calls, unless it must stay resident or is placed on another device than the policy.
         """
         run = self.run
         policy = self._model
-        where = self._model_directory(role, path)
+        option = option or f"{role}.path"
+        where = self._model_directory(option, path)
         device = run.role_device(role, policy.device)
         offloaded = run.train.offload and not keep_resident and device == policy.device
         home, dtype = torch.device("cpu") if offloaded else device, PRECISIONS[run.train.precision]
 
         def prepare(model: Model) -> Model:
-            self._refuse_other_tokens(role, where, model)
-            self._refuse_short_context(role, where, model)
+            self._refuse_other_tokens(role, where, model, option)
+            self._refuse_short_context(role, where, model, option)
             if path is None and run.lora.path is not None:
                 model = adapt(model, run.lora, seed=run.seed)
             for weight in model.parameters():
@@ -126,15 +142,15 @@ class AuxiliaryLoader:
         tokens = run.train.max_tokens_per_micro_batch
         return FrozenModel(frozen, tokens, temperature=temperature, compute_device=compute_device)
 
-    def _model_directory(self, role: str, path: Path | None) -> Path:
-        """Return the directory of a role's model: the policy's own, unless another is named."""
+    def _model_directory(self, option: str, path: Path | None) -> Path:
+        """Return the directory of an option's model: the policy's own, unless another is named."""
         where = path or self.run.model.path
         assert where is not None, "a run has a model"
-        check_model(where, f"{role}.path")
+        check_model(where, option)
         return where
 
-    def _refuse_other_tokens(self, role: str, where: Path, model: Model) -> None:
-        """Refuse a model whose tokenizer gives the policy's ids another meaning."""
+    def _refuse_other_tokens(self, role: str, where: Path, model: Model, option: str) -> None:
+        """Refuse a model whose tokenizer gives the policy's ids another meaning. option: names the model."""
         run = self.run
         policy = self._model
         assert run.model.path is not None, "a run has a model"
@@ -145,7 +161,7 @@ class AuxiliaryLoader:
         if model.vocab_size != policy.vocab_size and not padded:
             raise ConfigError(
                 f"The {role} in {where} knows {model.vocab_size} tokens, and the model in {run.model.path} knows "
-                f"{policy.vocab_size}: it would read other words. Give a `{role}.path` of the same tokenizer."
+                f"{policy.vocab_size}: it would read other words. Give a `{option}` of the same tokenizer."
             )
         if theirs is None or where == run.model.path:
             return
@@ -160,18 +176,18 @@ class AuxiliaryLoader:
         if differ is not None:
             raise ConfigError(
                 f"The {role} in {where} has another tokenizer than the policy: id {differ} is "
-                f"{theirs.id_to_token(differ)!r} there and {ours.id_to_token(differ)!r} here. Give a `{role}.path` of "
+                f"{theirs.id_to_token(differ)!r} there and {ours.id_to_token(differ)!r} here. Give a `{option}` of "
                 "the same tokenizer."
             )
 
-    def _refuse_short_context(self, role: str, where: Path, model: Model) -> None:
-        """Refuse a model with a shorter context than the policy's rows."""
+    def _refuse_short_context(self, role: str, where: Path, model: Model, option: str) -> None:
+        """Refuse a model with a shorter context than the policy's rows. option: names the model."""
         room = lengths.max_total_tokens(self._model, self.run.embedded_engine)
         row_tokens, remedy = self.run.longest_row(room)
         if model.context_length < row_tokens:
             raise ConfigError(
                 f"The {role} in {where} has a context of {model.context_length} tokens, and a row of this run may have "
-                f"{row_tokens}: its output beyond its context means nothing. Set {remedy}, or give a `{role}.path` of "
+                f"{row_tokens}: its output beyond its context means nothing. Set {remedy}, or give a `{option}` of "
                 "a longer context."
             )
 
@@ -182,7 +198,7 @@ def build_policy_worker(
     engine: TorchEngine | None,
     *,
     reference: FrozenModel | None = None,
-    teacher: FrozenModel | None = None,
+    teacher: ScoringModel | None = None,
     critic: HeldModel | None = None,
 ) -> PolicyWorker:
     """Build the policy worker from loaded models. Policy and critic are trained, each by its own options."""
@@ -198,7 +214,7 @@ def build_policy_worker(
     critic_learner = None
     if critic is not None:
         critic_learner = Learner(critic, run.critic.train, steps=run.steps * updates, option="critic.train")
-    models_by_column = {"ref_logp": reference, "teacher_logp": teacher}
+    models_by_column: dict[str, ScoringModel | None] = {"ref_logp": reference, "teacher_logp": teacher}
     frozen = {column: model for column, model in models_by_column.items() if model is not None}
     auxiliary = AuxiliaryModels(frozen, critic_learner, LossObjective(run.critic.loss), warmup)
     max_total_tokens = lengths.max_total_tokens(model_of(policy), run.embedded_engine)

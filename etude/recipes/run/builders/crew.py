@@ -95,7 +95,7 @@ class RankBuilder:
         if run.uses_reference:
             reference = auxiliary.load_reference(run.reference.path, temperature)
         if run.uses_teacher:
-            teacher = auxiliary.load_frozen("teacher", run.teacher.path, temperature)
+            teacher = auxiliary.load_teacher(run.teacher, temperature)
         if run.uses_critic:
             critic = auxiliary.load_critic(run.critic)
         return build_policy_worker(run, policy, engine, reference=reference, teacher=teacher, critic=critic)

@@ -8,9 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from etude.agents.agent import Agent
+from etude.algorithms.advantages.token import OnPolicyDistillation
 from etude.checkpoint import CheckpointManager
 from etude.config.secrets import mask
 from etude.config.tree import to_tree
+from etude.data import Dataset
 from etude.data.batch_columns import check_numbers
 from etude.observe import RunInfo, get_logger, open_run_log, read_last_step
 from etude.protocols import Crew
@@ -26,6 +28,7 @@ from etude.recipes.run.builders.policy import build_chat_renderer
 from etude.recipes.run.builders.tasks import TaskLoader
 from etude.recipes.run.config import Run
 from etude.recipes.run.resume import inputs
+from etude.recipes.run.rules.sources import DataSources
 from etude.recipes.run.session import log_start
 from etude.recipes.run.steps.components import Learners, RunComponents
 from etude.recipes.run.steps.console_metrics import failure_metrics, headline
@@ -59,6 +62,7 @@ def assemble_parts(
     loader = TaskLoader(run.data, run.env, run.reward, chat, for_agents=run.agent.is_enabled)
     train, overlong = loader.load("data.train", run.data.train)
     check_numbers(train, run.data.batch_columns)
+    _check_sources(run, train)
     reward = load_reward_models(run.reward, run.role_device("reward", run.compute_device()))
     judge = stack.enter_context(Judge(reward, run.judging))
     threads = run.describe_threads()
@@ -136,6 +140,16 @@ def assemble_parts(
         shown_rollouts=run.observe.rollouts if run.observe.has_tracker else 0,
         publisher=publisher,
     )
+
+
+def _check_sources(run: Run, train: Dataset) -> None:
+    """Refuse data sources without a teacher, and options that name none of the data's sources."""
+    weights = run.advantage.weights if isinstance(run.advantage, OnPolicyDistillation) else {}
+    if run.teacher.paths or weights:
+        sources = DataSources("data.train", train.sources())
+        sources.check_teachers(run.teacher.paths)
+        sources.refuse_others("teacher.paths", run.teacher.paths)
+        sources.refuse_others("advantage.weights", weights)
 
 
 def _free_engine_memory(train: TrainConfig, crew: Crew, publisher: WeightPublisher | None) -> Callable[[], None]:

@@ -143,6 +143,9 @@ class RunInputs:
             location = self._run.path_at(path)
             if location is not None:
                 yield from _within(role, location)
+        for role, option in self._run.path_mappings.items():
+            for name, location in self._run.paths_at(option).items():
+                yield from _within(f"{role}[{name}]", location)
         for number, name in enumerate(self._run.data.train):
             yield from _of_data(f"data.train[{number}]", name)
 

@@ -103,9 +103,10 @@ def _check_algorithm_options(run: Run) -> Iterator[ConfigError]:
     yield from problems_of(check_columns_provided, run.required_columns(), run.data.batch_columns)
     unbounded = run.allow_unbounded_ratios
     yield from problems_of(check_stale_ratios, run, run.max_staleness, allow_unbounded=unbounded)
-    if run.uses_teacher and run.teacher.path is None:
+    if run.uses_teacher and not run.teacher.is_given:
         yield ConfigError(
-            "This advantage needs a teacher, and none is named: give a model directory with `teacher.path=…`."
+            "This advantage needs a teacher, and none is named: give a model directory with `teacher.path=…`, or one "
+            "for each data source with `teacher.paths={…}`."
         )
     alone = trial_advantages(run.advantage) if run.collect.group_size == 1 else None
     if alone is not None and not any(alone):

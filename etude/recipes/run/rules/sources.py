@@ -1,0 +1,45 @@
+"""The data sources of a run: those that its data has, and those that its options name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from etude.errors import ConfigError
+
+
+class DataSources:
+    """The data sources of some data."""
+
+    def __init__(self, option: str, sources: Iterable[str]) -> None:
+        """option: the option that names the data. sources: that of each row, empty where a row has none."""
+        self._option = option
+        self._names = sorted(set(sources))
+
+    def check_teachers(self, teachers: Collection[str]) -> None:
+        """Refuse a source without a teacher. teachers: the sources that have one; none if one teacher is for all."""
+        untaught = [name for name in self._names if name not in teachers]
+        if teachers and untaught:
+            subject = f"of the data source `{untaught[0]}`" if untaught[0] else "without a data source"
+            raise ConfigError(
+                f"`{self._option}` has rows {subject}, for which `teacher.paths` has no teacher: it has one for "
+                f"{_listed(teachers)}. {self._describe()} Give each of them a teacher, or leave its rows out."
+            )
+
+    def refuse_others(self, option: str, named: Collection[str]) -> None:
+        """Refuse a source that an option names and no row has. named: the sources that the option names."""
+        absent = [name for name in named if name not in self._names]
+        if absent:
+            raise ConfigError(
+                f"`{option}` names the data source `{absent[0]}`, and `{self._option}` has no row of it. "
+                f"{self._describe()} Correct the name, or leave it out."
+            )
+
+    def _describe(self) -> str:
+        names = [name for name in self._names if name]
+        if not names:
+            return "The rows have no data source; `data.columns.source` names the column that has it."
+        return f"The rows have the data sources {_listed(names)}."
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
