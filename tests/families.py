@@ -151,6 +151,7 @@ def by_transformers(model: Model) -> PreTrainedModel:
     """Return the same weights, computed by transformers alone."""
     config = copy.deepcopy(model.module.config)
     created: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    created.set_experts_implementation("eager")
     module: PreTrainedModel = created.to(model.dtype)  # buffers too
     module.load_state_dict(model.module.state_dict())
     return module.eval()

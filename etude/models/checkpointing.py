@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,12 +45,10 @@ def checkpoint_layer(
     layer: Callable[..., Any],
     kind: ActivationCheckpointing,
     contexts: Callable[[], Contexts] = lambda: (nullcontext(), nullcontext()),
-    keep_experts: bool = True,
 ) -> Callable[..., Any]:
     """Return a layer that keeps for its backward pass what `kind` says.
 
-    contexts: returns the contexts of its first and its second forward pass. keep_experts: false if the layer writes
-    into the products of its experts, which then cannot be kept.
+    contexts: returns the contexts of its first and its second forward pass.
     """
     if kind == "none":
         return layer
@@ -60,7 +57,7 @@ def checkpoint_layer(
         first, again = contexts()
         if kind != "selective":
             return first, again
-        keep, reuse = create_selective_checkpoint_contexts(partial(_choose_policy, keep_experts))  # type: ignore[no-untyped-call]
+        keep, reuse = create_selective_checkpoint_contexts(_choose_policy)  # type: ignore[no-untyped-call]
         return _keep_products(first, keep), _keep_products(again, reuse)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -110,9 +107,9 @@ def products_are_kept() -> bool:
     return _products_kept.get()
 
 
-def _choose_policy(keep_experts: bool, _: object, operation: Any, *args: Any, **__: object) -> CheckpointPolicy:
+def _choose_policy(_: object, operation: Any, *args: Any, **__: object) -> CheckpointPolicy:
     """Return whether the result of an operation is kept or computed again."""
-    keeps = operation in KEPT_OPERATIONS and (keep_experts or operation is not _aten._grouped_mm.default)
+    keeps = operation in KEPT_OPERATIONS
     if operation in KEPT_PRODUCTS:
         left, right = args[KEPT_PRODUCTS[operation] :][:2]
         keeps = right.shape[1] <= _WIDE * left.shape[1]

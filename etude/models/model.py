@@ -358,13 +358,10 @@ def cast(module: Any, dtype: torch.dtype, device: torch.device | None = None) ->
     """Give the parameters another dtype, and a device if one is given; see `find_float32_weights` for those that stay
     in float32.
 
-    Buffers keep their precision: rotary frequencies need it. In float64, experts are multiplied one by one, because
-    torch's grouped products have no float64.
+    Buffers keep their precision: rotary frequencies need it.
     """
     if device is not None:
         module.to(device)
-    if dtype == torch.float64:
-        module.set_experts_implementation("eager")
     kept = {id(weight) for weight in find_float32_weights(module, dtype).values()}
     for parameter in module.parameters():
         parameter.data = parameter.data.to(torch.float32 if id(parameter) in kept else dtype)

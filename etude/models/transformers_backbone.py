@@ -1,7 +1,7 @@
 """Running any transformers model whose layers mix tokens by operations that Etude answers.
 
-They are attention, through transformers' AttentionInterface, and the operations in `recurrences`. The rest is the
-model's own code. `verification` checks each model once, when it is created.
+They are attention, through transformers' AttentionInterface, and the operations in `recurrences`. The products of
+`experts` are Etude's too. The rest is the model's own code. `verification` checks each model once, when it is created.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from etude.models.backbone import AttentionFn, Backbone
 from etude.models.checkpointing import checkpoint_layer
 from etude.models.compiled_layers import CompiledLayers, choose_forward
 from etude.models.config import ActivationCheckpointing
+from etude.models.experts import use_own_experts
 from etude.models.lora_layers import make_adapters_switchable
 from etude.models.mixers import current_layer, current_mixer, use_mixer
 from etude.models.prepack import LinearWeight
@@ -55,6 +56,7 @@ class TransformersBackbone(Backbone):
             layer.etude_index = index  # type: ignore[assignment]
             layer.forward = MethodType(_layer_forward, layer)
         route(module)
+        use_own_experts(module)
         make_adapters_switchable(module)
 
     def __call__(
@@ -98,10 +100,7 @@ def _layer_forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs
         finally:
             current_layer.reset(token)
 
-    kind = _checkpointing.get()
-    # transformers adds the biases of experts into their products
-    overwrites = kind == "selective" and any(getattr(part, "has_bias", False) for part in layer.modules())
-    run = checkpoint_layer(compute, kind, _recompute_contexts, keep_experts=not overwrites)
+    run = checkpoint_layer(compute, _checkpointing.get(), _recompute_contexts)
     return run(hidden_states, *args, **kwargs)
 
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from etude.batch import Pack
 from etude.errors import ConfigError
 from etude.models.attention import PackedAttention
+from etude.models.experts import use_family_experts
 from etude.models.mixers import AloneMixer, use_mixer
 from etude.models.shapes import AttentionShape, LayerSizes
 from etude.models.transformers_backbone import ATTENTION_NAME, decoder_layers
@@ -119,7 +120,7 @@ def _verify_tree(model: Model, layers: list[nn.Module]) -> None:
     with _described_failure(model.module, layers, theirs.outputs):
         for row in TREE_ROWS:
             tokens = torch.cat([torch.arange(SEGMENT) + SEGMENT * segment for segment in row]).to(model.device)
-            with theirs.recorded(layers, tokens), _own_attention(model.module):
+            with theirs.recorded(layers, tokens), _own_code(model.module):
                 model.module.base_model(
                     input_ids=pack.ids[tokens][None].long(), position_ids=pack.positions[tokens][None], use_cache=False
                 )
@@ -208,11 +209,12 @@ def _find_difference(ours: Tensor, theirs: Tensor, inputs: Tensor) -> float | No
 
 
 @contextmanager
-def _own_attention(module: Any) -> Iterator[None]:
-    """Let transformers attend by its own plain code in this context."""
+def _own_code(module: Any) -> Iterator[None]:
+    """Let transformers attend and multiply experts by its own code in this context."""
     module.set_attn_implementation("eager")
     try:
-        yield
+        with use_family_experts(module):
+            yield
     finally:
         module.set_attn_implementation(ATTENTION_NAME)
 

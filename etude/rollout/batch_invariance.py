@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from etude.models.experts import pad_expert_rows
 from etude.models.mixers import AloneMixer
 from etude.models.prepack import prepacked_linear
 from etude.observe import get_logger
@@ -258,7 +259,7 @@ class _ModelTrial:
     def is_batch_invariant(self, padding: RowPadding) -> bool:
         """Return True if a token's hidden state and logits have the same bits in every batch of this padding."""
         rows, batches = padding.logit_rows(self.model.vocab_size), _row_batches(padding, self.num_weights)
-        with self.adapters:
+        with self.adapters, pad_expert_rows(padding.multiple):
             same = self.conclusive and _rows_match(lambda batch: self._compute(batch, rows), batches)
         if same and self.model.state_bytes:
             same = self._states_match(padding)

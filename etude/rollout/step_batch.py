@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.models import Model
+from etude.models.experts import pad_expert_rows
 from etude.models.mixers import Mixer
 from etude.models.states import Recurrence, Rows, SlotMemory, StateTree
 from etude.rollout.batch_invariance import ProductShapes
@@ -61,9 +62,15 @@ class StepBatch(Mixer):
         self.sampled = batches[0].sampled
         self.last_rows = batches[0].last_rows
         self._caches = caches
+        self._row_multiple = shapes.rows.multiple
         self._of_layer = {layer: batch for batch in batches for layer in batch.cache.row_of_layer}
         if caches.has_states:
             self._tree = _state_tree(works, len(self.ids), self.ids.device)
+
+    def compute_hidden(self, model: Model) -> Tensor:
+        """[P, H]: run the model's layers on the tokens of the step and their padding."""
+        with pad_expert_rows(self._row_multiple):
+            return model.hidden(self.ids, self.positions, self)
 
     def __call__(
         self,

@@ -317,7 +317,7 @@ class TorchEngine:
         shapes = self._shapes = self._shapes or self._find_shapes()
         works = scheduler.schedule(shapes.rows.max_tokens)
         batch = StepBatch(cache, works, scheduler.table, shapes)
-        hidden = self._resident.model.hidden(batch.ids, batch.positions, batch)
+        hidden = batch.compute_hidden(self._resident.model)
         scheduler.advance(works)
         requests = [work.request for work in batch.sampled]
         rows = shapes.rows.logit_rows(self.model.vocab_size)

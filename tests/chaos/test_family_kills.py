@@ -17,9 +17,6 @@ pytestmark = pytest.mark.xdist_group("family kills")
 STEPS = 10
 WIDE: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 """Heads of a width at which an answer has the same bits in every batch."""
-ALONE: dict[str, Any] = {"rollout.max_num_seqs": 1}
-"""Each answer is sampled alone: in a mixture of experts its bits depend on its batch. No prompt fills a block of the
-cache, so none is continued from another's either."""
 OPTIONS: dict[str, Any] = {
     "reward.path": "tests.recipes.rewards:digits",
     "data.val": "[]",
@@ -58,30 +55,30 @@ def check_killed_run(killer: RunKiller, world: Path, kill: KillPoint, **changes:
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "changes"),
-    [("qwen3_5_text", WIDE, {}), ("gpt_oss", {}, ALONE), ("gemma4_text", {}, {}), ("nemotron_h", {}, ALONE)],
+    ("name", "sizes"),
+    [("qwen3_5_text", WIDE), ("gpt_oss", {}), ("gemma4_text", {}), ("nemotron_h", {})],
 )
 def test_a_killed_run_learns_what_an_uninterrupted_one_learns(
-    name: str, sizes: dict[str, Any], changes: dict[str, Any], killer: RunKiller, tmp_path: Path
+    name: str, sizes: dict[str, Any], killer: RunKiller, tmp_path: Path
 ) -> None:
     """Killed while it samples, after a step that has no checkpoint."""
     world = make_world(tmp_path, name, **sizes)
-    check_killed_run(killer, world, KillPoint("streaming", 400), **changes)
+    check_killed_run(killer, world, KillPoint("streaming", 400))
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "changes"),
+    ("name", "sizes"),
     [
-        ("qwen3_5_text", WIDE, {}),
-        ("nemotron_h", {}, ALONE),
-        pytest.param("gpt_oss", {}, ALONE, marks=pytest.mark.soak),
-        pytest.param("gemma4_text", {}, {}, marks=pytest.mark.soak),
+        ("qwen3_5_text", WIDE),
+        ("nemotron_h", {}),
+        pytest.param("gpt_oss", {}, marks=pytest.mark.soak),
+        pytest.param("gemma4_text", {}, marks=pytest.mark.soak),
     ],
 )
 def test_so_do_two_ranks_that_divide_the_weights(
-    name: str, sizes: dict[str, Any], changes: dict[str, Any], killer: RunKiller, tmp_path: Path
+    name: str, sizes: dict[str, Any], killer: RunKiller, tmp_path: Path
 ) -> None:
     """Killed between an update and its publish."""
     world = make_world(tmp_path, name, **sizes)
     divided = {"ranks": 2, "train.engine": "fsdp"}
-    check_killed_run(killer, world, KillPoint("updated", 6), **divided, **changes)
+    check_killed_run(killer, world, KillPoint("updated", 6), **divided)

@@ -128,7 +128,7 @@ RANDOM = {
 
 
 def test_a_mixture_computes_in_float64() -> None:
-    """Another way than in float32, because torch's grouped products have no float64."""
+    """One expert after the other, because torch's grouped products have no float64."""
     model = create(RANDOM["mixtral"](), seed=0)
     wide = model.copy(dtype=torch.float64)
     assert run(wide).dtype == torch.float64

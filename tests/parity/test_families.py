@@ -152,7 +152,7 @@ def trainer_logp(model: Model, prompt: np.ndarray, ids: np.ndarray) -> np.ndarra
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_checkpointed_layers_give_the_same_gradient_bits(name: str) -> None:
-    """Also where experts write into their products."""
+    """Also where the products of experts are kept."""
     model, tree = family_model(name), pack_of(TREE[:4], vocabulary=64)
     gradients: list[list[Tensor | None]] = []
     for model.activation_checkpointing in ("none", "full", "selective", "offload"):
@@ -164,7 +164,7 @@ def test_checkpointed_layers_give_the_same_gradient_bits(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "qwen3_5_text wide", "falcon_h1", "gpt_oss"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "qwen3_5_text wide", "falcon_h1", "gpt_oss", "lfm2_moe"])
 def test_an_engine_that_claims_exactness_gives_the_same_bits_in_every_batch(name: str) -> None:
     """Alone and in a batch, in chunks, from cached prefixes, and after preemptions."""
     wide: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if name.endswith("wide") else {}
