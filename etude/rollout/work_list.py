@@ -30,7 +30,8 @@ class WorkList:
     def update(self, slots: IntArray, positions: IntArray, table: IntArray) -> bool:
         """Make the entries for these rows; return false if they are those of the step before.
 
-        slots, positions: the slot of each row, and the position of its token. table: the blocks of each slot.
+        slots, positions: the slot of each row, and the position of its token. table: the blocks of each slot, as far as
+        its rows have whole splits.
         """
         last = positions // self._split
         counts = last + 1
@@ -38,8 +39,9 @@ class WorkList:
         split = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
         slot = slots[row]
         is_whole = split < last[row]
-        last_block = np.where(is_whole, (split + 1) * self._blocks_per_split - 1, 0)
-        held = np.where(is_whole, table[slot, last_block], -1 - slot)
+        held = -1 - slot  # of the last split: only rows of the same slot share it
+        last_block = (split[is_whole] + 1) * self._blocks_per_split - 1
+        held[is_whole] = table[slot[is_whole], last_block]
         if self._made_for is not None and all(map(np.array_equal, self._made_for, (counts, held))):
             return False
         self._made_for = (counts, held)

@@ -27,6 +27,7 @@ PROBED: dict[str, Any] = {
     "kernels_for": ["sm_80", "sm_90a", "compute_120"],
     "said": "",
     "gpus": [{"name": "H100", "capability": [9, 0], "free": 70 * GIB, "total": 80 * GIB}],
+    "kernels": {"line": "Triton kernels in decode steps: attention.", "complete": True},
     "mps": False,
     "threads": 4,
     "company": "usual form",
@@ -179,6 +180,8 @@ def test_a_device_is_graded(change: dict[str, Any], driver: bool, grade: str, sa
         ({"threads": 1}, "threads", "ok", ""),
         ({"company": "matters"}, "exactness", "warn", "give `threads=1`, or set MKL_CBWR=AVX2"),
         ({"hip": "7.1", "cuda": None}, "torch", "ok", ""),
+        ({}, "kernels", "ok", ""),
+        ({"kernels": PROBED["kernels"] | {"complete": False}}, "kernels", "warn", "`apt install gcc python3-dev`"),
     ],
 )
 def test_computations_are_graded(change: dict[str, Any], name: str, grade: str, remedy: str) -> None:

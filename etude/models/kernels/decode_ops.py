@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from etude.models.kernels.shapes import KernelShape, StepRows
+from etude.models.step_ops import StepMemory, StepRows
 
 SILU_BLOCK = 1024
 """The numbers of one program of the activation."""
@@ -40,43 +40,39 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
 def norm_rotate_write(
     qkv: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
-    angles: tuple[Tensor, Tensor],
-    keys: Tensor,
-    values: Tensor,
+    memory: StepMemory,
+    layer: int,
     rows: StepRows,
-    shape: KernelShape,
 ) -> Tensor:
-    """[P, (Hq + 2 Hk) · D] → [P, Hq, D]: norm and rotate queries and keys, write keys and values, return the queries.
-
-    norms: the weights of the norms of queries and of keys, [D] each, in a family with such norms.
-    angles: cosines and sines of each position, [context, D]; the first half of the sines is already negated.
-    keys, values: [Hk, blocks · size, D], of one layer of the cache.
-    """
-    out = torch.empty(len(qkv), shape.query_heads, shape.width, dtype=qkv.dtype, device=qkv.device)
-    q_norm, k_norm = (qkv, qkv) if norms is None else norms
-    cos, sin = angles
-    _norm_rotate_write[len(qkv), shape.query_heads + 2 * shape.key_heads](
+    """[R, Hq + 2 Hk, D] → [R, Hq, D]: norm and rotate queries and keys, write keys and values, return the queries."""
+    keys, values = memory.keys_values[layer]
+    key_heads, _, size, width = keys.shape
+    heads = qkv.shape[1]
+    query_heads = heads - 2 * key_heads
+    out = torch.empty(len(qkv), query_heads, width, dtype=qkv.dtype, device=qkv.device)
+    _norm_rotate_write[len(qkv), heads](
         qkv,
-        q_norm,
-        k_norm,
-        cos,
-        sin,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        memory.cos,
+        memory.sin,
         rows.positions,
         rows.slots,
-        rows.table,
+        memory.table,
         out,
         keys,
         values,
         eps,
-        rows.table.stride(0),
+        memory.table.stride(0),
         keys.stride(0),
-        HQ=shape.query_heads,
-        HK=shape.key_heads,
-        D=shape.width,
-        SIZE=shape.block_size,
-        NORM=norms is not None,
+        HQ=query_heads,
+        HK=key_heads,
+        D=width,
+        SIZE=size,
+        NORM=q_norm is not None,
         num_warps=1,
         enable_fp_fusion=True,
     )

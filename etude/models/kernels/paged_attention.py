@@ -21,23 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from etude.models.kernels.shapes import SPLIT, KernelShape, StepRows
+from etude.models.kernels.shapes import MIN_LANES, SPLIT, AttentionWork
+from etude.models.step_ops import StepMemory, StepRows
 
 BLOCK_KEYS = 64
 """The keys of one turn of the loop."""
 WARPS = 8
 STAGES = 2
 """The turns that are under way at once."""
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionWork:
-    """The list of work on the device, and the memory for partial results."""
-
-    entries: Tensor  # [E, R + 1] int32
-    count: Tensor  # [1] int32: the entries that are used
-    partial: Tensor  # [P, splits, Hq, D] float32
-    partial_lse: Tensor  # [P, splits, Hq] float32
 
 
 @dataclass(frozen=True)
@@ -51,19 +42,24 @@ class Scoring:
 
 
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, rows: StepRows, work: AttentionWork, shape: KernelShape, scoring: Scoring
+    q: Tensor, memory: StepMemory, layer: int, rows: StepRows, work: AttentionWork, scoring: Scoring
 ) -> Tensor:
-    """[P, Hq, D] → [P, Hq, D]; keys and values are [Hk, blocks · size, D], of one layer of the cache."""
+    """[R, Hq, D] → [R, Hq, D]: attend over the stored keys of a layer."""
     out = torch.empty_like(q)
+    keys, values = memory.keys_values[layer]
+    key_heads, _, size, width = keys.shape
+    query_heads = q.shape[1]
+    rows_per_entry = work.entries.shape[1] - 1
+    group = query_heads // key_heads
     splits = work.partial.shape[1]
     window = scoring.window
     softcap = scoring.softcap
     sinks = scoring.sinks
-    _attend_to_splits[shape.programs, shape.key_heads](
+    _attend_to_splits[work.programs, key_heads](
         q,
         keys,
         values,
-        rows.table,
+        memory.table,
         rows.slots,
         rows.positions,
         work.entries,
@@ -74,13 +70,13 @@ def paged_attention(
         window or 0,
         softcap or 1.0,
         keys.stride(0),
-        rows.table.stride(0),
+        memory.table.stride(0),
         splits,
-        GROUP=shape.group,
-        ROWS=shape.rows_per_entry,
-        M=shape.lanes,
-        D=shape.width,
-        SIZE=shape.block_size,
+        GROUP=group,
+        ROWS=rows_per_entry,
+        M=max(MIN_LANES, triton.next_power_of_2(group * rows_per_entry)),
+        D=width,
+        SIZE=size,
         BLOCK=BLOCK_KEYS,
         SPLIT=SPLIT,
         WINDOW=window is not None,
@@ -89,7 +85,7 @@ def paged_attention(
         num_stages=STAGES,
         enable_fp_fusion=True,
     )
-    _merge_splits[len(q), shape.query_heads](
+    _merge_splits[len(q), query_heads](
         work.partial,
         work.partial_lse,
         rows.positions,
@@ -97,8 +93,8 @@ def paged_attention(
         out,
         window or 0,
         splits,
-        HEADS=shape.query_heads,
-        D=shape.width,
+        HEADS=query_heads,
+        D=width,
         SPLIT=SPLIT,
         WINDOW=window is not None,
         SINK=sinks is not None,
@@ -162,7 +158,7 @@ def _attend_to_splits(
             n = n0 + tl.arange(0, BLOCK)
             exists = n < end
             block = tl.load(blocks + n // SIZE, mask=exists, other=0).to(tl.int32)
-            place = (block * SIZE + n % SIZE) * D  # 32 bits, which `KernelShape` checks: with 64, registers spill
+            place = (block * SIZE + n % SIZE) * D  # in 32 bits: with 64, registers spill
             key = tl.load(k_head + (place[None, :] + d[:, None]), mask=exists[None, :], other=0.0)
             scores = _score(queries, key, n, position, scale, window, softcap, WINDOW, CAP)
             new_top = tl.maximum(top, tl.max(scores, 1))
@@ -277,3 +273,8 @@ def _merge_splits(
         total = total * kept + share
         top = new_top
     tl.store(out + (row * HEADS + head) * D + d, (acc / total).to(out.dtype.element_ty))
+
+
+def is_interpreted() -> bool:
+    """Return true if Triton interprets kernels on the CPU."""
+    return not isinstance(_attend_to_splits, triton.JITFunction)

@@ -1,4 +1,4 @@
-"""The sizes for which kernels are compiled, and the reason if there are none for a model."""
+"""The sizes for which kernels are compiled, and the list of work of attention on the device."""
 
 from __future__ import annotations
 
@@ -10,52 +10,43 @@ SPLIT = 256
 """The keys of one split. A row's result is the sum over its splits, so another number gives other last bits."""
 MIN_LANES = 16
 """Query heads that one product of a GPU computes at least."""
+WIDTHS = (16, 32, 64, 128, 256)
 MAX_OFFSET = 2**31
-
-
-@dataclass(frozen=True, eq=False)
-class StepRows:
-    """The rows of a step: where each is in its context, and where the context's keys are. Any integer type."""
-
-    slots: Tensor  # [P]: the row of the table of each row of the step
-    positions: Tensor  # [P]: the position of its token
-    table: Tensor  # [slots, n]: the blocks of each slot
+"""The numbers of one head in a layer, which the kernel counts with 32 bits."""
 
 
 @dataclass(frozen=True)
 class KernelShape:
-    """The sizes of the heads and blocks of one cache."""
+    """The sizes of a model's heads, and of the blocks of its cache."""
 
     query_heads: int
     key_heads: int
     width: int
     block_size: int
-    blocks: int
-    """The number of blocks of the cache."""
-    programs: int = 8
-    """The programs for each key head among which the entries are divided."""
-
-    @property
-    def group(self) -> int:
-        """The number of query heads for each key head."""
-        return self.query_heads // self.key_heads
 
     @property
     def rows_per_entry(self) -> int:
         """The most rows that read a split together: those that fill the lanes of one product."""
-        return max(1, MIN_LANES // self.group)
+        return max(1, MIN_LANES * self.key_heads // self.query_heads)
 
-    @property
-    def lanes(self) -> int:
-        """The query heads of an entry and one key head, padded to a power of two."""
-        return max(MIN_LANES, 1 << (self.group * self.rows_per_entry - 1).bit_length())
-
-    def unsupported(self) -> str | None:
-        """Return the reason why no kernel computes these sizes, or None."""
-        if self.width < 16 or self.width > 256 or self.width & (self.width - 1):
-            return f"heads of {self.width} numbers: kernels have 16, 32, 64, 128 and 256"
+    def unsupported(self, blocks: int) -> str | None:
+        """Return the reason why no kernel attends over a cache of so many blocks, or None."""
+        if self.width not in WIDTHS:
+            return f"heads have {self.width} numbers, not {', '.join(map(str, WIDTHS[:-1]))} or {WIDTHS[-1]}"
         if SPLIT % self.block_size:
-            return f"blocks of {self.block_size} tokens: kernels have divisors of {SPLIT}"
-        if self.blocks * self.block_size * self.width >= MAX_OFFSET:
-            return f"a cache of {self.blocks} blocks: kernels count the numbers of one head with 32 bits"
+            return f"blocks have {self.block_size} tokens, which does not divide {SPLIT}"
+        if blocks * self.block_size * self.width >= MAX_OFFSET:
+            return f"the cache has {blocks} blocks, more than 32 bits count"
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionWork:
+    """The list of work on the device, and the memory for partial results."""
+
+    entries: Tensor  # [E, 1 + R] int32: a split, and the rows that read it; −1 behind the last
+    count: Tensor  # [1] int32: the entries that are used
+    partial: Tensor  # [rows, splits, Hq, D] float32
+    partial_lse: Tensor  # [rows, splits, Hq] float32
+    programs: int
+    """The programs for each key head among which the entries are divided."""

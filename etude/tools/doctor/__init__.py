@@ -28,8 +28,8 @@ from etude.tools.doctor.finding import Finding, count, fail
 
 __all__ = ["Finding", "is_healthy", "run_checks", "show", "to_dict"]
 
-TORCH_TIMEOUT_S = 30.0
-"""Seconds for torch to load and to list its devices; usually it takes two."""
+TORCH_TIMEOUT_S = 60.0
+"""Seconds for torch to load and to list its devices, and to compile kernels on a GPU; on a CPU it takes two."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 PACKAGE_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     packages.python,

@@ -73,6 +73,8 @@ def interpret_probe(report: Mapping[str, Any], driver: bool, cores_available: in
     built = f"CUDA {report['cuda']}" if report["cuda"] else f"ROCm {report['hip']}" if report["hip"] else "CPUs only"
     yield ok("torch", f"{report['torch']}, built for {built}")
     yield from _devices(report, driver)
+    if report["kernels"]:
+        yield _kernels(report["kernels"])
     yield _precision(report)
     yield _batch_invariance(report["company"])
     yield _threads(report["threads"], cores_available)
@@ -121,6 +123,17 @@ def _has_kernels(capability: list[int], kernels_for: list[str]) -> bool:
         if (high == major and low <= minor) or (kind == "compute" and (high, low) <= (major, minor)):
             return True
     return not kernels_for
+
+
+def _kernels(report: Mapping[str, Any]) -> Finding:
+    """Report the Triton kernels that decode steps use on a GPU; see `etude.models.kernels.probe`."""
+    if report["complete"]:
+        return ok("kernels", report["line"].removesuffix("."))
+    remedy = (
+        "Decode steps are slower without them. Triton comes with torch's CUDA builds, and compiles with gcc and "
+        "Python's headers: `apt install gcc python3-dev`."
+    )
+    return warn("kernels", report["line"], remedy)
 
 
 def _precision(report: Mapping[str, Any]) -> Finding:

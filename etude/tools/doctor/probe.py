@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from etude.models.kernels.probe import ProbedModel, probe_kernels
+from etude.models.kernels.shapes import KernelShape
 from etude.rollout.batch_invariance import USUAL_SHAPES, find_shapes_of_layers
 from etude.train import measure_bf16_speedup
 
@@ -34,6 +36,7 @@ def probe_torch() -> dict[str, Any]:
         "kernels_for": torch.cuda.get_arch_list() if reaches else [],
         "said": " ".join(str(warning.message).splitlines()[0] for warning in caught),
         "gpus": [_gpu(number) for number in range(torch.cuda.device_count())] if reaches else [],
+        "kernels": _kernels(torch.device("cuda", 0)) if reaches else None,
         "mps": torch.backends.mps.is_available(),
         "threads": torch.get_num_threads(),
         "bf16_speedup": measure_bf16_speedup(),
@@ -43,6 +46,13 @@ def probe_torch() -> dict[str, Any]:
         if shapes == USUAL_SHAPES
         else "other form",
     }
+
+
+def _kernels(device: torch.device) -> dict[str, Any]:
+    """Return the kernels that hold for a usual model in bf16."""
+    usual = ProbedModel(device, torch.bfloat16, KernelShape(16, 8, 128, 16), 1000, True, frozenset({None}))
+    choice = probe_kernels(usual)
+    return {"line": choice.describe(), "complete": not choice.refused}
 
 
 def _gpu(number: int) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.models.kernels.paged_attention import AttentionWork, Scoring, paged_attention
-from etude.models.kernels.shapes import SPLIT, KernelShape, StepRows
+from etude.models import StepMemory, StepRows
+from etude.models.kernels.paged_attention import Scoring, paged_attention
+from etude.models.kernels.shapes import SPLIT, AttentionWork, KernelShape
 from etude.rollout.work_list import WorkList
 
 TOLERANCES = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -38,42 +39,39 @@ class AttentionCase:
 class Step:
     """The keys and values of requests, and the rows of a step."""
 
-    shape: KernelShape
-    keys: Tensor
-    values: Tensor
+    memory: StepMemory
     rows: StepRows
     q: Tensor
     scoring: Scoring
 
-    def attend(self, programs: int = 8) -> Tensor:
+    def attend(self) -> Tensor:
         """Compute all rows by the kernel."""
-        return self._attend(self.q, self.rows, programs)
+        work = make_work(self.memory, self.rows, self.q.shape[1], programs=5)
+        return paged_attention(self.q, self.memory, 0, self.rows, work, self.scoring)
 
     def attend_alone(self, row: int) -> Tensor:
         """Compute one row by the kernel, with one program for each head."""
         one = slice(row, row + 1)
-        rows = StepRows(self.rows.slots[one].clone(), self.rows.positions[one].clone(), self.rows.table)
-        return self._attend(self.q[one].clone(), rows, 1)[0]
-
-    def _attend(self, q: Tensor, rows: StepRows, programs: int) -> Tensor:
-        shape = KernelShape(**{**vars(self.shape), "programs": programs})
-        work = make_work(rows, shape)
-        return paged_attention(q, self.keys, self.values, rows, work, shape, self.scoring)
+        rows = StepRows(self.rows.slots[one].clone(), self.rows.positions[one].clone(), self.rows.blocks)
+        work = make_work(self.memory, rows, self.q.shape[1], programs=1)
+        return paged_attention(self.q[one].clone(), self.memory, 0, rows, work, self.scoring)[0]
 
 
-def make_work(rows: StepRows, shape: KernelShape) -> AttentionWork:
+def make_work(memory: StepMemory, rows: StepRows, query_heads: int, *, programs: int) -> AttentionWork:
     """Return the list of work for rows. What no row reads is NaN, or a row that does not exist."""
-    made = WorkList(split=SPLIT, block_size=shape.block_size, rows_per_entry=shape.rows_per_entry)
-    device = rows.table.device
-    made.update(rows.slots.cpu().numpy(), rows.positions.cpu().numpy(), rows.table.cpu().numpy())
-    unused = np.full((5, 1 + shape.rows_per_entry), -1_000_000, dtype=np.int32)
+    _, _, key_heads, _, size, width = memory.keys_values.shape
+    per_entry = KernelShape(query_heads, key_heads, width, size).rows_per_entry
+    made = WorkList(split=SPLIT, block_size=size, rows_per_entry=per_entry)
+    device = memory.table.device
+    made.update(rows.slots.cpu().numpy(), rows.positions.cpu().numpy(), memory.table.cpu().numpy())
+    unused = np.full((5, 1 + per_entry), -1_000_000, dtype=np.int32)
     splits = int(rows.positions.max()) // SPLIT + 2
-    nan = float("nan")
     return AttentionWork(
-        torch.from_numpy(np.concatenate([made.entries, unused])).to(device),
-        torch.tensor([len(made.entries)], dtype=torch.int32, device=device),
-        torch.full((len(rows.slots), splits, shape.query_heads, shape.width), nan, device=device),
-        torch.full((len(rows.slots), splits, shape.query_heads), nan, device=device),
+        entries=torch.from_numpy(np.concatenate([made.entries, unused])).to(device),
+        count=torch.tensor([len(made.entries)], dtype=torch.int32, device=device),
+        partial=torch.full((len(rows.slots), splits, query_heads, width), torch.nan, device=device),
+        partial_lse=torch.full((len(rows.slots), splits, query_heads), torch.nan, device=device),
+        programs=programs,
     )
 
 
@@ -94,20 +92,23 @@ def make_step(case: AttentionCase, device: str, dtype: torch.dtype) -> Step:
         slots = [2, 0, 3, 1, 4, 5]
         positions = [case.shared + 17, case.shared + 3, 300, case.shared + 40, 5, 0]
     blocks = 1300 // size + 1
-    shape = KernelShape(case.query_heads, case.key_heads, case.width, size, blocks)
-    memory = torch.randn(2, case.key_heads, blocks * size, case.width)
+    stored = torch.randn(2, case.key_heads, blocks * size, case.width)
     is_held = torch.zeros(blocks * size, dtype=torch.bool)
     for slot, position in zip(slots, positions, strict=True):
         n = torch.arange(position + 1)
         is_held[table[slot, n // size] * size + n % size] = True
-    memory[:, :, ~is_held] = torch.nan  # what no row sees must not matter
-    keys, values = memory.to(device, dtype)
+    stored[:, :, ~is_held] = torch.nan  # what no row sees must not matter
     sinks = torch.randn(case.query_heads).to(device) if case.has_sinks else None
+    memory = StepMemory(
+        keys_values=stored.view(1, 2, case.key_heads, blocks, size, case.width).to(device, dtype),
+        table=table.to(device),
+        cos=torch.empty(0),
+        sin=torch.empty(0),
+        fetch_bytes=0,
+    )
     return Step(
-        shape,
-        keys,
-        values,
-        StepRows(torch.tensor(slots).to(device), torch.tensor(positions).to(device), table.to(device)),
+        memory,
+        StepRows(torch.tensor(slots).to(device), torch.tensor(positions).to(device), table.shape[1]),
         torch.randn(len(slots), case.query_heads, case.width).to(device, dtype),
         Scoring(case.width**-0.5, case.window, case.softcap, sinks),
     )
@@ -115,13 +116,15 @@ def make_step(case: AttentionCase, device: str, dtype: torch.dtype) -> Step:
 
 def expected(step: Step) -> Tensor:
     """Attention in float64, row by row."""
-    size = step.shape.block_size
+    stored = step.memory.keys_values[0].flatten(2, 3)
+    size = step.memory.keys_values.shape[4]
+    group = step.q.shape[1] // stored.shape[1]
     out = torch.empty(step.q.shape, dtype=torch.float64, device=step.q.device)
     scoring = step.scoring
     for row, (slot, position) in enumerate(zip(step.rows.slots.tolist(), step.rows.positions.tolist(), strict=True)):
         n = torch.arange(position + 1, device=step.q.device)
-        place = step.rows.table[slot, n // size] * size + n % size
-        keys, values = (x[:, place].double().repeat_interleave(step.shape.group, 0) for x in (step.keys, step.values))
+        place = step.memory.table[slot, n // size] * size + n % size
+        keys, values = stored[:, :, place].double().repeat_interleave(group, 1)
         scores = torch.einsum("hd,hnd->hn", step.q[row].double(), keys) * scoring.scale
         if scoring.softcap is not None:
             scores = torch.tanh(scores / scoring.softcap) * scoring.softcap

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from etude.models.kernels.decode_ops import SILU_BLOCK, _add_norm, _gated_silu, _norm_rotate_write
 from etude.models.kernels.paged_attention import BLOCK_KEYS, STAGES, WARPS, _attend_to_splits, _merge_splits
-from etude.models.kernels.shapes import SPLIT, KernelShape
+from etude.models.kernels.shapes import MIN_LANES, SPLIT, KernelShape
 
 INTEGERS = {"positions", "slots", "table"}
 FLOATS = {"partial", "partial_lse", "sinks"}
@@ -38,12 +38,13 @@ TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 def sources() -> Iterator[tuple[str, Any, str, dict[str, Any], int]]:
     """Yield the name of each kernel, its function, the model's type, the constants, and the number of warps."""
     cases = {
-        "attention, 16 and 8 heads of 128": ("bf16", KernelShape(16, 8, 128, 16, 1000), False, False),
-        "attention, 8 and 1 heads of 256, window and cap": ("bf16", KernelShape(8, 1, 256, 16, 1000), True, True),
-        "attention in float32": ("fp32", KernelShape(16, 8, 128, 16, 1000), False, False),
+        "attention, 16 and 8 heads of 128": ("bf16", KernelShape(16, 8, 128, 16), False, False),
+        "attention, 8 and 1 heads of 256, window and cap": ("bf16", KernelShape(8, 1, 256, 16), True, True),
+        "attention in float32": ("fp32", KernelShape(16, 8, 128, 16), False, False),
     }
     for name, (kind, shape, window, cap) in cases.items():
-        sizes = {"GROUP": shape.group, "ROWS": shape.rows_per_entry, "M": shape.lanes, "D": shape.width}
+        group = shape.query_heads // shape.key_heads
+        sizes = {"GROUP": group, "ROWS": shape.rows_per_entry, "M": MIN_LANES, "D": shape.width}
         keys = {"SIZE": shape.block_size, "BLOCK": BLOCK_KEYS, "SPLIT": SPLIT, "WINDOW": window, "CAP": cap}
         yield name, _attend_to_splits, kind, sizes | keys, WARPS
     yield "merge", _merge_splits, "bf16", {"HEADS": 16, "D": 128, "SPLIT": SPLIT, "WINDOW": True, "SINK": True}, 4

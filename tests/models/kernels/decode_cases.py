@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from etude.models import StepMemory, StepRows, TorchStepOps
 from etude.models.kernels.decode_ops import add_norm, gated_silu, norm_rotate_write
-from etude.models.kernels.shapes import KernelShape, StepRows
 from etude.models.layer_ops import EAGER_OPS
 
 ROUNDINGS = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -28,29 +28,24 @@ def check_add_norm(device: str, dtype: torch.dtype) -> None:
 def check_norm_rotate_write(device: str, dtype: torch.dtype) -> None:
     """Queries and keys with norms and without; each key and value lies where the table says, and nothing else moves."""
     torch.manual_seed(0)
-    shape = KernelShape(query_heads=4, key_heads=2, width=32, block_size=16, blocks=13)
     table = torch.randperm(12).view(3, 4) + 1
-    rows = StepRows(torch.tensor([2, 0, 1, 0, 2]), torch.tensor([0, 17, 33, 5, 47]), table)
-    place = table[rows.slots, rows.positions // 16] * 16 + rows.positions % 16
-    rows = StepRows(rows.slots.to(device), rows.positions.to(device), table.to(device))
+    slots = torch.tensor([2, 0, 1, 0, 2])
+    positions = torch.tensor([0, 17, 33, 5, 47])
+    place = table[slots, positions // 16] * 16 + positions % 16
+    rows = StepRows(slots.to(device), positions.to(device), 4)
     qkv = torch.randn(5, 8, 32).to(device, dtype)
     norms = torch.randn(2, 32).to(device, dtype)
-    angle = torch.randn(64, 16).repeat(1, 2)
-    cos = angle.cos().to(device, dtype)
-    sin = (angle.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(16)).to(device, dtype)
+    cos, sin = torch.randn(2, 64, 32).to(device, dtype)
+    before = torch.full((2, 2, 2, 13, 16, 32), 7.0).to(device, dtype)
     for q_norm, k_norm in ((None, None), (norms[0], norms[1])):
-        memory = torch.full((2, 2, 13 * 16, 32), 7.0).to(device, dtype)
-        pair = None if q_norm is None else (q_norm, k_norm)
-        q = norm_rotate_write(qkv, pair, 1e-6, (cos, sin), memory[0], memory[1], rows, shape)
-        qk = qkv[:, :6]
-        if q_norm is not None:
-            qk = EAGER_OPS.rms_norm(qk, torch.cat([q_norm.expand(4, -1), k_norm.expand(2, -1)]), 1e-6)
-        rotated = EAGER_OPS.apply_rotary(qk, cos[rows.positions], sin[rows.positions])
-        _check(q, rotated[:, :4])
-        _check(memory[0, :, place].transpose(0, 1), rotated[:, 4:])
-        assert torch.equal(memory[1, :, place].transpose(0, 1), qkv[:, 6:])
-        memory[:, :, place] = 7.0
-        assert bool((memory == 7.0).all())
+        memory = StepMemory(before.clone(), table.to(device), cos, sin, 1 << 20)
+        expected = StepMemory(before.clone(), table.to(device), cos, sin, 1 << 20)
+        q = norm_rotate_write(qkv, q_norm, k_norm, 1e-6, memory, 1, rows)
+        _check(q, TorchStepOps(expected, rows).write(1, qkv, q_norm, k_norm, 1e-6))
+        _check(memory.keys_values, expected.keys_values)
+        assert torch.equal(memory.keys_values[1, 1], expected.keys_values[1, 1])
+        is_written = (memory.keys_values != 7.0)[1, 0, 0, :, :, 0].flatten().nonzero()[:, 0]
+        assert sorted(place.tolist()) == is_written.tolist()
 
 
 def check_gated_silu(device: str, dtype: torch.dtype) -> None:

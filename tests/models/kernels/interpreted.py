@@ -2,7 +2,8 @@
 
 Usage: TRITON_INTERPRET=1 python -m tests.models.kernels.interpreted
 
-The interpreter computes products in numpy, and in bfloat16 it multiplies bits: these cases are in float32 and float16.
+The interpreter computes products in numpy, and in bfloat16 it multiplies bits. So the cases are in float32
+and float16, and the trial of kernels must refuse attention in bfloat16.
 numpy's products give a row other last bits by its place among the rows, which those of a GPU do not. Here products are
 therefore sums in order.
 """
@@ -19,10 +20,26 @@ import numpy as np
 import torch
 import triton.runtime.interpreter as interpreter
 
+from etude.models.kernels.probe import ProbedModel, probe_kernels
+from etude.models.kernels.shapes import KernelShape
+from etude.models.kernels.step import ATTENTION, KERNELS, ROTARY
 from tests.models.kernels.attention_cases import AttentionCase, check_attention
 from tests.models.kernels.decode_cases import check_add_norm, check_gated_silu, check_norm_rotate_write
 
 FLOAT = torch.float32
+
+
+def check_choice(dtype: torch.dtype, refused: dict[str, str], *, width: int = 32, blocks: int = 100) -> None:
+    """The trial finds each kernel to hold, except for those that are named with the reason."""
+    shape = KernelShape(4, 2, width, 16)
+    choice = probe_kernels(ProbedModel(torch.device("cpu"), dtype, shape, blocks, True, frozenset({None, 100})))
+    assert choice.held == set(KERNELS) - refused.keys(), choice.describe()
+    assert len(choice.refused) == len(refused)
+    for line, (name, reason) in zip(choice.refused, refused.items(), strict=True):
+        assert line.startswith(f"{name}: {reason}"), line
+        assert line in choice.describe()
+
+
 CASES: dict[str, Callable[[], None]] = {
     "answers": partial(check_attention, AttentionCase(), "cpu", FLOAT, alone=(0, 2, 3, 4)),
     "window and sinks": partial(
@@ -44,6 +61,17 @@ CASES: dict[str, Callable[[], None]] = {
     "rotary positions, half": partial(check_norm_rotate_write, "cpu", torch.float16),
     "activation": partial(check_gated_silu, "cpu", FLOAT),
     "activation, half": partial(check_gated_silu, "cpu", torch.float16),
+    "a trial that all pass": partial(check_choice, FLOAT, {}),
+    "a trial with wrong products": partial(check_choice, torch.bfloat16, {ATTENTION: "its result is off by "}),
+    "a trial that cannot be compiled": partial(
+        check_choice,
+        FLOAT,
+        {ATTENTION: "heads have 24 numbers", ROTARY: "InterpreterError: "},
+        width=24,
+    ),
+    "a trial with a large cache": partial(
+        check_choice, FLOAT, {ATTENTION: "the cache has 5000000 blocks"}, blocks=5_000_000
+    ),
 }
 
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+
+from etude.models.kernels.probe import ProbedModel, probe_kernels
+from etude.models.kernels.shapes import KernelShape
+from etude.models.kernels.step import KERNELS
 
 pytestmark = pytest.mark.gpu  # the cases import Triton, so they are imported in the tests
 
@@ -47,3 +55,25 @@ def test_small_kernels(name: str, dtype: torch.dtype) -> None:
 
     check: Callable[[str, torch.dtype], None] = getattr(decode_cases, name)
     check("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [KernelShape(16, 8, 128, 16), KernelShape(7, 1, 64, 16), KernelShape(32, 1, 256, 8)])
+def test_the_trial_finds_that_kernels_hold(shape: KernelShape, dtype: torch.dtype) -> None:
+    model = ProbedModel(torch.device("cuda", 0), dtype, shape, 1000, True, frozenset({None, 100}))
+    choice = probe_kernels(model)
+    assert choice.held == set(KERNELS), choice.describe()
+
+
+def test_a_machine_without_a_compiler_has_no_kernels(tmp_path: Path) -> None:
+    program = (
+        "import torch\n"
+        "from etude.models.kernels.probe import ProbedModel, probe_kernels\n"
+        "from etude.models.kernels.shapes import KernelShape\n"
+        "shape = KernelShape(4, 2, 64, 16)\n"
+        "model = ProbedModel(torch.device('cuda'), torch.float16, shape, 9, True, frozenset({None}))\n"
+        "print(probe_kernels(model).describe())"
+    )
+    env = os.environ | {"CC": str(tmp_path / "no-compiler"), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.stdout.startswith("Decode steps use torch's operations in place of Triton kernels: attention: ")
