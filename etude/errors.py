@@ -13,6 +13,8 @@
     ├── CheckpointError                   a checkpoint that cannot be written or read; names the file
     ├── CollectionError                   a step that collected no rollout to train on; says what failed
     ├── EnvError                          an environment or a tool that breaks its protocol; names it
+    ├── HubError                          an environment of a hub that failed; says how
+    │   └── GuestLostError                its process ended or broke its protocol: the attempt does not count
     ├── AgentError (ValueError)           an agent with wrong parameters, a wrong reward or a wrong end; says which
     ├── RunError                          a run directory that cannot be used: in use, missing, not a run
     │   └── DamagedFileError              a file of a run that has changed since it was written; names the file
@@ -89,6 +91,14 @@ class CollectionError(EtudeError):
 
 class EnvError(EtudeError):
     """An environment or a tool breaks its protocol."""
+
+
+class HubError(EtudeError):
+    """An environment of a hub failed."""
+
+
+class GuestLostError(HubError):
+    """The process that plays environments of a hub ended, or broke its protocol."""
 
 
 class AgentError(EtudeError, ValueError):

@@ -33,6 +33,7 @@ ENVIRONMENTS = {
     "triton": "triton alone",
     "npm": "agent clients",
     "chromium": "the browser",
+    "hubs": "the hubs of environments",
 }
 
 SERVERS = frozenset({"postgres", "ray", "ray-jobs", *ENVIRONMENTS})
@@ -61,6 +62,21 @@ def require_environment(name: str) -> PythonEnvironment:
     if name in required_components():
         return ensure_environment(pinned)
     pytest.skip(f"there is no environment {environment.directory.name}")
+
+
+def require_hub(hub: str) -> Path:
+    """Return the Python of a hub's environment. If it is missing, skip the test, or install it if ETUDE_REQUIRE names
+    the hubs."""
+    from etude.recipes.collect.hub_python import hub_pins
+    from etude.rollout.python_environments import ensure_environment, find_environment
+
+    _hold_to_its_tier("hubs")
+    pins = hub_pins(hub)
+    assert pins is not None, f"{hub} needs no packages"
+    environment = find_environment(pins)
+    if not environment.is_complete and "hubs" not in required_components():
+        pytest.skip(f"there is no environment {environment.directory.name}")
+    return ensure_environment(pins).python
 
 
 def require_clients() -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import EtudeError
-from tests.components import ENVIRONMENTS, install_chromium, require_environment, required_components
+from tests.components import ENVIRONMENTS, install_chromium, require_environment, require_hub, required_components
 
 
 def main() -> int:
@@ -38,6 +38,10 @@ def make(name: str) -> Path:
         from tests.npm import installed
 
         return installed()
+    if name == "hubs":
+        from etude.recipes.collect.hub_python import PINS
+
+        return [require_hub(file.stem) for file in sorted(PINS.glob("*.txt"))][-1]
     if name == "chromium":
         return Path(install_chromium())
     return require_environment(name).directory

@@ -36,6 +36,7 @@ from etude.recipes.registry import read_recipe_class
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.builders import lengths
 from etude.recipes.run.builders.collection import RolloutBuilder
+from etude.recipes.run.builders.hubs import name_task_files, open_hub
 from etude.recipes.run.builders.policy import load_policy
 from etude.recipes.run.config import Run
 from etude.recipes.run.machine.placement import gpus_of_servers
@@ -66,12 +67,16 @@ def _evaluated(run: Run, *, best: bool, answers: Path | None) -> dict[str, Any]:
         raise ConfigError("There is nothing to score on: give tasks with `data.val=[tasks.parquet]`.")
     checks.check_agents(run)
     console = make_console(run.observe.console)
+    asked = run.data.val
     with ExitStack() as stack:
+        drawn = None if run.directory else Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
+        run = name_task_files(run, drawn).model_copy(update={"directory": run.directory})
+        hub = stack.enter_context(open_hub(run))
         step, chat, engine, max_total_tokens = stack.enter_context(load_for_inference(run, best=best))
         judge = stack.enter_context(Judge(load_reward_models(run.reward, run.compute_device()), run.judging))
         loop = stack.enter_context(LoopThread(release_omp_workers))
         with progress("reading the tasks", None, console):
-            rollouts = RolloutBuilder(run, chat, engine, judge, loop, max_total_tokens)
+            rollouts = RolloutBuilder(run, chat, engine, judge, loop, max_total_tokens, hub)
             evaluator = rollouts.build_evaluator(stack)
         assert evaluator is not None
         with progress(f"answering {evaluator.tasks} tasks", evaluator.tasks * evaluator.samples, console) as bar:
@@ -83,7 +88,7 @@ def _evaluated(run: Run, *, best: bool, answers: Path | None) -> dict[str, Any]:
     judge_metrics = {f"eval/{name}": value for name, value in evaluator.pop_metrics().reduce().items()}
     reduced = {**compute_scores(results).reduce(), **judge_metrics}
     scored = str(run.model.path) if step is None else f"step {step} of {run.directory}"
-    _show_scores(console, scored, run.data.val, summary, reduced)
+    _show_scores(console, scored, asked, summary, reduced)
     if path is not None:
         write_answers(results, path)
         console.print(Text(f"answers  {path}"), soft_wrap=True)

@@ -14,7 +14,7 @@ import etude
 from tests.components import COMPONENTS, required_components
 
 HEAVY = {"torch", "ray", "transformers"}
-ELSEWHERE = {"triton"}
+ELSEWHERE = {"gymnasium", "triton"}
 """The packages that this environment never has."""
 
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, JsonValue, field_validator
 
+from etude.agents.hubs import parse_hub
+from etude.agents.hubs.process import HubSpec
 from etude.chat import Toolbox
 from etude.config import Config, load_object
+from etude.config.only_with import OnlyWith
 from etude.config.resume_marks import MAY_CHANGE
-from etude.errors import PluginError
+from etude.errors import ConfigError, PluginError
+from etude.recipes.collect.hub_python import hub_python
+
+ONLY_WITH_HUB = OnlyWith("env.hub", bool, "is for the environment of a hub, and `env.hub` names none. Leave it out.")
 
 
 class EnvConfig(Config):
@@ -22,11 +29,25 @@ class EnvConfig(Config):
         description="environment class for multi-turn rollouts, with `reset` and `step`: path/to/file.py:Name or "
         "module:Name",
     )
-    kwargs: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, description="arguments of that class, by name"
+    kwargs: dict[str, JsonValue] = Field(
+        default_factory=dict, description="arguments of that class, or options that the hub of `env.hub` reads, by name"
     )
     tools: tuple[str, ...] = Field(
         (), description="functions that the model may call: path/to/file.py:name or module:name"
+    )
+    hub: str | None = Field(
+        None,
+        description="environment of a hub, played by a process of its own: gymnasium:Blackjack-v1 or "
+        "trl:my_env.py:Factory",
+    )
+    python: Annotated[Path | None, ONLY_WITH_HUB] = Field(
+        None, description="Python that has the packages of `env.hub`; null is the hub's own, or this one"
+    )
+    workers: Annotated[int, MAY_CHANGE, ONLY_WITH_HUB] = Field(
+        1, ge=1, description="processes that play `env.hub`; more use more cores, and as many times the memory"
+    )
+    memory_mb: Annotated[int | None, MAY_CHANGE, ONLY_WITH_HUB] = Field(
+        None, ge=1, description="most megabytes of address space of each of those processes; null sets no limit"
     )
     max_turns: int = Field(
         8,
@@ -54,13 +75,41 @@ class EnvConfig(Config):
         return (tools,) if isinstance(tools, str) else tools
 
     @property
+    def has_environment(self) -> bool:
+        """True if there is an environment, which may give rewards."""
+        return self.path is not None or self.hub is not None
+
+    @property
     def is_enabled(self) -> bool:
         """True if there is an environment or a tool."""
-        return self.path is not None or bool(self.tools)
+        return self.has_environment or bool(self.tools)
+
+    @property
+    def title(self) -> str:
+        """The name of the environment in messages."""
+        return self.hub or self.path or ""
+
+    @property
+    def code(self) -> str:
+        """The user's code that is the environment, `path/to/file.py:name` or `module:name`; empty if there is none."""
+        is_own = self.hub is not None and self.hub.startswith("trl:")
+        return self.hub.partition(":")[2] if self.hub is not None and is_own else self.path or ""
+
+    def hub_spec(self) -> HubSpec | None:
+        """Return what `env.hub` names; None without a hub."""
+        if self.hub is None:
+            return None
+        name, what = parse_hub(self.hub)
+        return HubSpec(name, what, self.python or hub_python(name), self.kwargs, self.max_turns, self.memory_mb)
 
     def prepare(self) -> None:
         """Refuse an environment or tools that could not be created when a rollout begins."""
         self.load_toolbox()
+        if self.hub_spec() is not None and (self.path is not None or self.tools):
+            other = "env.path" if self.path is not None else "env.tools"
+            raise ConfigError(
+                f"`env.hub={self.hub}` has an environment and its tools, and `{other}` names others: leave one out."
+            )
         if self.path is None:
             return
         factory = self.load_factory()
@@ -100,5 +149,5 @@ class EnvConfig(Config):
         return Toolbox(tools, self.timeout)
 
 
-def _listed(kwargs: dict[str, Any]) -> str:
+def _listed(kwargs: dict[str, JsonValue]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in kwargs.items()) or "none"

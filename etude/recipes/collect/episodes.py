@@ -19,11 +19,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from etude.agents.hubs.pool import HubPool
 from etude.call_task import CallTask, TimeLimitError
 from etude.chat import CallThread, ChatRenderer, Transcript
 from etude.chat.toolbox import ERROR_PREFIX
 from etude.chat.transcript import ObservationContent, check_observation, observation_text
-from etude.errors import ChatError, EnvError, RewardError
+from etude.errors import ChatError, EnvError, GuestLostError, RewardError
 from etude.observe import get_logger
 from etude.protocols import Env, Ids, Observation
 from etude.recipes.collect.environment import EnvConfig
@@ -86,9 +87,13 @@ class EpisodePlayer:
     most `env.timeout` seconds per step.
     """
 
-    def __init__(self, config: EnvConfig, chat: ChatRenderer, max_total_tokens: int) -> None:
-        """max_total_tokens: the most tokens of a rollout, observations included."""
+    def __init__(
+        self, config: EnvConfig, chat: ChatRenderer, max_total_tokens: int, hub: HubPool | None = None
+    ) -> None:
+        """max_total_tokens: the most tokens of a rollout, observations included. hub: the guests that play `env.hub`,
+        if the options name one."""
         self.config = config
+        self._hub = hub
         self._chat = chat
         self._max_total_tokens = min(max_total_tokens, config.max_tokens or max_total_tokens)
         self._tools = config.load_toolbox()
@@ -97,13 +102,15 @@ class EpisodePlayer:
     @property
     def has_environment(self) -> bool:
         """True if there is an environment, which may give rewards."""
-        return self.config.path is not None
+        return self.config.has_environment
 
     async def play(self, task: Task, generate: AnswerFunction) -> Episode:
         """Play one rollout, from its beginning to its end."""
         episode = Episode()
         async with self._slots:
-            session = _EnvironmentSession(self.config, self._tools, task, episode)
+            if self._hub is not None:
+                await self._hub.wait_ready()
+            session = _EnvironmentSession(self.config, self._factory(), self._tools, task, episode)
             try:
                 await self._play_turns(session, task, generate, episode)
             except EpisodeEndedError as ended:
@@ -116,6 +123,12 @@ class EpisodePlayer:
             finally:
                 await session.close()
         return episode
+
+    def _factory(self) -> Callable[[], Env] | None:
+        """Return what makes an environment; None if there are tools only."""
+        if self._hub is not None:
+            return self._hub.new_env
+        return None if self.config.path is None else partial(self.config.load_factory(), **self.config.kwargs)
 
     async def _play_turns(
         self, session: _EnvironmentSession, task: Task, generate: AnswerFunction, episode: Episode
@@ -153,20 +166,24 @@ class EpisodePlayer:
 class _EnvironmentSession:
     """The environment side of one rollout: the tools that the model may call, and the environment, if any."""
 
-    def __init__(self, config: EnvConfig, tools: Any, task: Task, episode: Episode) -> None:
+    def __init__(
+        self, config: EnvConfig, factory: Callable[[], Env] | None, tools: Any, task: Task, episode: Episode
+    ) -> None:
         self._config = config
+        self._factory = factory
         self._tools = tools
         self._task = task
         self._episode = episode
         self._env: Env | None = None
         self._call_thread = CallThread("etude-env")
-        self._call_task = CallTask(f"The environment {config.path}")
+        self._call_task = CallTask(f"The environment {config.title}")
 
     async def reset(self) -> Observation:
         """Return the first observation, with the tools that the model may call."""
-        if self._config.path is None:
+        if self._factory is None:
             return Observation(tools=self._tools.schemas)
-        self._env = await self._call("be made", self._config.load_factory(), **self._config.kwargs)
+        self._env = await self._call("be made", self._factory)
+        assert self._env is not None, "an error is raised"
         observation = self._check_observation("reset", await self._call("`reset`", self._env.reset, self._task))
         if observation.done or observation.truncated or observation.reward is not None:
             raise self._environment_error("`reset` says that it is over, or gives a reward, before there was an answer")
@@ -224,13 +241,13 @@ class _EnvironmentSession:
         except Exception as error:
             get_logger("recipes").warning("%s", self._environment_error(f"`close` failed: {describe_exception(error)}"))
 
-    async def _call(self, what: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    async def _call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the environment within its timeout, and return its result."""
 
         async def invoke() -> Any:
             if inspect.iscoroutinefunction(function):
-                return await function(*args, **options)
-            result = await self._call_thread.call(function, *args, **options)
+                return await function(*args)
+            result = await self._call_thread.call(function, *args)
             return await result if inspect.isawaitable(result) else result
 
         began = time.perf_counter()
@@ -238,8 +255,10 @@ class _EnvironmentSession:
             return await self._call_task.call(invoke, self._config.timeout)
         except EnvError:
             raise
+        except GuestLostError as error:
+            raise EpisodeEndedError(Outcome.INFRA_ERROR, str(error)) from error
         except TimeLimitError as error:
-            cause = f"The environment {self._config.path} took longer than `env.timeout` ="
+            cause = f"The environment {self._config.title} took longer than `env.timeout` ="
             message = f"{cause} {self._config.timeout:g} seconds for {what} on {describe_task(self._task)}."
             raise EpisodeEndedError(Outcome.TIMED_OUT, message) from error
         except (Exception, SystemExit) as error:
@@ -267,7 +286,7 @@ class _EnvironmentSession:
                 self._episode.failed_calls += str(message.content).startswith(ERROR_PREFIX)
 
     def _environment_error(self, what: str) -> EpisodeEndedError:
-        text = f"The environment {self._config.path} failed on {describe_task(self._task)}: {what.rstrip('.')}."
+        text = f"The environment {self._config.title} failed on {describe_task(self._task)}: {what.rstrip('.')}."
         return EpisodeEndedError(Outcome.FAILED, text)
 
 

@@ -109,8 +109,8 @@ class Run(Recipe, AlgorithmConfig):
         OnlyWith(
             "env",
             lambda env: env.is_enabled,
-            "has options, and names neither environment nor tools: they would do nothing. Give `env.path` or "
-            "`env.tools`, or leave them out.",
+            "has options, and names neither environment nor tools: they would do nothing. Give `env.path`, "
+            "`env.hub` or `env.tools`, or leave them out.",
         ),
     ] = Field(EnvConfig(), description="the environment and tools of multi-turn rollouts")
     agent: AgentConfig = Field(AgentConfig(), description="the agent that makes the rollouts, and its limits")

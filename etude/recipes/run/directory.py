@@ -236,6 +236,11 @@ def _with_paths(run: R, change: Callable[[Path], Path]) -> R:
         file, _, name = path.rpartition(":")
         return f"{change(Path(file))}:{name}" if file.endswith(".py") else path
 
+    def hub(named: str) -> str:
+        """Change the file of `trl:path/to/file.py:name`; leave the environments of other hubs."""
+        name, _, what = named.partition(":")
+        return f"{name}:{code(what)}" if name == "trl" else named
+
     paths: dict[str, Any] = {path: run.path_at(path) for path in ("directory", *run.path_options.values())}
     paths = {path: change(location) for path, location in paths.items() if location is not None}
     for option in run.path_mappings.values():
@@ -243,6 +248,7 @@ def _with_paths(run: R, change: Callable[[Path], Path]) -> R:
     paths |= {"data.train": data(run.data.train), "data.val": data(run.data.val)}
     if isinstance(run, Run):
         paths |= {"env.path": run.env.path and code(run.env.path), "env.tools": tuple(map(code, run.env.tools))}
+        paths |= {"env.hub": run.env.hub and hub(run.env.hub), "env.python": run.env.python and change(run.env.python)}
         paths |= {"agent.path": run.agent.path and code(run.agent.path)}
         paths |= {"agent.external": run.agent.external and change(run.agent.external)}
         paths |= {"reward": run.reward.with_absolute_paths(change)}

@@ -34,12 +34,13 @@ def build(
     run = resolve_hub_names(run)
     with ExitStack() as stack:
         with pause_gc():
+            from etude.recipes.run.builders.hubs import name_task_files
             from etude.recipes.run.builders.parts import assemble_parts
             from etude.recipes.run.rules import checks
             from etude.recipes.run.session import run_session
 
             session = run_session(
-                run,
+                name_task_files(run),
                 partial(assemble_parts, agent=agent, tasks=tasks or {}),
                 interrupt,
                 check=checks.check_run,

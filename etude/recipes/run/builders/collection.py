@@ -33,6 +33,7 @@ from etude.store.queue.rollout_limits import RolloutPurpose
 
 if TYPE_CHECKING:
     from etude.agents.agent import Agent
+    from etude.agents.hubs.pool import HubPool
     from etude.recipes.agents.services import AgentServices
     from etude.recipes.run.config import Run
     from etude.store.queue.rollout_queue import RolloutQueue
@@ -74,6 +75,8 @@ class RolloutBuilder:
     loop: LoopThread
     max_total_tokens: int
     """The most tokens of a rollout."""
+    hub: HubPool | None = None
+    """The guests that play `env.hub`, if the options name one."""
 
     def build_parts(
         self,
@@ -211,7 +214,7 @@ class RolloutBuilder:
         )
 
     def _build_episodes(self) -> EpisodePlayer | None:
-        return build_episode_player(self.run.env, self.max_total_tokens, self.chat)
+        return build_episode_player(self.run.env, self.max_total_tokens, self.chat, self.hub)
 
     def _build_player(self, episodes: EpisodePlayer | None) -> EnginePlayer:
         """Return the player of the run's attempts with its engine."""

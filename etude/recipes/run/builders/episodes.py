@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from etude.agents.hubs.pool import HubPool
 from etude.chat import ChatRenderer
 from etude.errors import ConfigError
 from etude.recipes.collect.environment import EnvConfig
@@ -20,13 +21,15 @@ def refuse_uncallable_tools(tools: Sequence[str], chat: ChatRenderer) -> None:
         )
 
 
-def build_episode_player(env: EnvConfig, max_total_tokens: int, chat: ChatRenderer) -> EpisodePlayer | None:
+def build_episode_player(
+    env: EnvConfig, max_total_tokens: int, chat: ChatRenderer, hub: HubPool | None = None
+) -> EpisodePlayer | None:
     """Return the player of multi-turn rollouts, of at most `max_total_tokens` tokens; None without an environment or
-    tools."""
+    tools. hub: the guests that play `env.hub`."""
     refuse_uncallable_tools(env.tools, chat)
     if env.max_tokens is not None and env.max_tokens > max_total_tokens:
         raise ConfigError(
             f"`env.max_tokens={env.max_tokens}` is more than the {max_total_tokens} tokens that the model's "
             "context and the engine's memory have room for. Lower it, leave it out, or raise `rollout.kv_gib`."
         )
-    return EpisodePlayer(env, chat, max_total_tokens) if env.is_enabled else None
+    return EpisodePlayer(env, chat, max_total_tokens, hub) if env.is_enabled else None

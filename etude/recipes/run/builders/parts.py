@@ -23,6 +23,7 @@ from etude.recipes.run import directory as run_directory
 from etude.recipes.run.builders.collection import RolloutBuilder
 from etude.recipes.run.builders.crew import build_crew
 from etude.recipes.run.builders.episodes import refuse_uncallable_tools
+from etude.recipes.run.builders.hubs import open_hub
 from etude.recipes.run.builders.placement_report import describe_placement
 from etude.recipes.run.builders.policy import build_chat_renderer
 from etude.recipes.run.builders.tasks import TaskLoader
@@ -59,6 +60,7 @@ def assemble_parts(
     run_directory.check_journal(directory)
     chat = build_chat_renderer(run.model, run.chat)
     refuse_uncallable_tools(run.env.tools, chat)
+    hub = stack.enter_context(open_hub(run))
     loader = TaskLoader(run.data, run.env, run.reward, chat, for_agents=run.agent.is_enabled)
     train, overlong = loader.load("data.train", run.data.train)
     check_numbers(train, run.data.batch_columns)
@@ -69,7 +71,7 @@ def assemble_parts(
     crew, engine, publisher = build_crew(run, chat, directory, stack)
     loop = stack.enter_context(LoopThread(release_omp_workers))
     store = stack.enter_context(closing(open_store(directory / run_directory.JOURNAL)))
-    rollouts = RolloutBuilder(run, chat, engine, judge, loop, crew.call(PolicyWorker.max_total_tokens))
+    rollouts = RolloutBuilder(run, chat, engine, judge, loop, crew.call(PolicyWorker.max_total_tokens), hub)
     collector, evaluator, new_client = rollouts.build_parts(directory, train, store, crew.put, stack, agent)
     checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS, run.checkpoint.keep)
     learners = Learners(

@@ -34,7 +34,11 @@ class TaskLoader:
             return Dataset.load(files, self.data.columns, requires_prompt=False), 0
         dataset = self._judged(Dataset.load(files, self.data.columns), name)
         toolbox = self.env.load_toolbox()
-        if toolbox is not None and self.env.path is None and isinstance(dataset.task(0, 0).fields["prompt"], str):
+        if (
+            toolbox is not None
+            and not self.env.has_environment
+            and isinstance(dataset.task(0, 0).fields["prompt"], str)
+        ):
             raise ConfigError(
                 f"`env.tools` offers functions by the chat template, and {dataset.location(0)} has a text prompt, "
                 "which is continued without one. Give prompts as messages."
@@ -66,7 +70,7 @@ class TaskLoader:
         if not judgeable.any():
             remedy = " Where only the environment gives rewards: `reward=environment`."
             none = f"None of the {len(dataset)} tasks in {name} can be judged."
-            raise DataError(f"{none} {why}{remedy if self.env.path else ''}")
+            raise DataError(f"{none} {why}{remedy if self.env.has_environment else ''}")
         num_skipped = int((~judgeable).sum())
         get_logger("recipes").warning(
             f"{num_skipped} of {len(dataset)} tasks in {name} cannot be judged: left out. {why}"

@@ -125,7 +125,7 @@ class RunInputs:
         if not isinstance(run, Run):
             return {}
         prints = {}
-        named = ((run.env.path or "",), run.env.tools, (run.agent.path or "",))
+        named = ((run.env.code,), run.env.tools, (run.agent.path or "",))
         source_files = ({Path(path.rpartition(":")[0]) for path in paths} for paths in named)
         external_files = {run.agent.external} if run.agent.external else set()
         for name, files in zip(CODE, (run.reward.files(), *source_files, external_files), strict=True):

@@ -65,7 +65,7 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
             "Choose a reward, or `advantage=distillation`."
         )
     yield from idle_options(run)
-    elsewhere = run.env.path is not None or run.agent.is_enabled
+    elsewhere = run.env.has_environment or run.agent.is_enabled
     yield from problems_of(_check_metric, run.collect.metric, run.reward, rewards_elsewhere=elsewhere)
     if not run.agent.is_enabled:
         yield from problems_of(check_turns, run, run.env)
@@ -238,12 +238,12 @@ def _check_environment(run: Run) -> Iterator[ConfigError]:
     if missing and not run.env.is_enabled and not run.agent.is_enabled:
         yield ConfigError(
             f"This algorithm needs the column `{missing[0]}`: the states in which turns began, which an environment "
-            "provides. Give one with `env.path` or `env.tools`, or choose another advantage."
+            "provides. Give one with `env.path`, `env.hub` or `env.tools`, or choose another advantage."
         )
-    if run.env.path is None and not run.agent.is_enabled and not run.reward.scores_answers:
+    if not run.env.has_environment and not run.agent.is_enabled and not run.reward.scores_answers:
         yield ConfigError(
             "`reward=environment` leaves rewards to the environment, and there is none that gives rewards. Give one "
-            "with `env.path`, or choose a reward."
+            "with `env.path` or `env.hub`, or choose a reward."
         )
     if run.env.is_enabled and run.data.overlong == "truncate":
         yield ConfigError(

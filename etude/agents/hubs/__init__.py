@@ -1,0 +1,35 @@
+"""Hubs: collections of environments that others wrote, each played by a process of the hub's own Python.
+
+    env.hub=gymnasium:Blackjack-v1            the hub, and its environment
+
+A hub is one file in `guest`. `process` is one such process, and `pool` those of a run.
+"""
+
+from __future__ import annotations
+
+from etude.config.suggestions import suggest_name
+from etude.errors import ConfigError, UnknownChoiceError
+
+HUBS: dict[str, str] = {"gymnasium": "Blackjack-v1", "trl": "my_env.py:Factory"}
+"""The hubs, and an environment of each."""
+
+
+def parse_hub(text: str) -> tuple[str, str]:
+    """Return the hub and the environment that `env.hub` names."""
+    name, _, what = text.partition(":")
+    if name not in HUBS:
+        listed = ", ".join(HUBS)
+        raise UnknownChoiceError(
+            f"`env.hub={text}` names no hub that is known here.{suggest_name(name, HUBS)} The hubs are {listed}: "
+            f"`env.hub={name_example()}`."
+        )
+    if not what:
+        raise ConfigError(
+            f"`env.hub={text}` names a hub and no environment of it. Add one: `env.hub={name_example(name)}`."
+        )
+    return name, what
+
+
+def name_example(name: str = "gymnasium") -> str:
+    """Return an environment of a hub, as `env.hub` names it."""
+    return f"{name}:{HUBS[name]}"

@@ -1,0 +1,85 @@
+"""The environment of a hub: the guests that play it, and its tasks, which are drawn once into files of the run.
+
+    env.hub=gymnasium:Blackjack-v1 data.train=env:0:1000 data.val=env:1000:1100
+
+`env:FROM:TO` are the hub's tasks with these numbers. The run has them in a file of its directory, such as
+`tasks/env-0-1000.jsonl`, so that a resumed run has the same tasks, also with another version of the hub's package.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from etude.agents.hubs.pool import HubPool
+from etude.config.tree import replace_option
+from etude.errors import ConfigError
+from etude.observe import get_logger
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import TASKS_FOLDER, new_directory
+
+_ASKED = re.compile(r"env:(\d+):(\d+)")
+_DRAWN = re.compile(r"env-(\d+)-(\d+)\.jsonl")
+
+
+def name_task_files(run: Run, directory: Path | None = None) -> Run:
+    """Return the same run with the paths of files in place of `env:FROM:TO`. `open_hub` writes the files.
+
+    directory: holds the files; by default the run's, which gets one if it has none.
+    """
+    for option in ("data.train", "data.val"):
+        names = getattr(run.data, option.partition(".")[2])
+        asked = {name: _ASKED.fullmatch(name) for name in names if name.split(":")[0] == "env"}
+        if not asked:
+            continue
+        directory = directory or run.directory or new_directory(Path("runs"), run.recipe)
+        run = run.model_copy(update={"directory": run.directory or directory})
+        files = {}
+        for name, numbers in asked.items():
+            if run.env.hub is None:
+                raise ConfigError(
+                    f"`{option}={name}` are tasks of a hub's environment, and `env.hub` names none. Name it, as in "
+                    "`env.hub=gymnasium:Blackjack-v1`, or give files of tasks."
+                )
+            if numbers is None or int(numbers[1]) >= int(numbers[2]):
+                raise ConfigError(
+                    f"`{option}={name}` names no tasks of the hub. Write the first number, and the one after the last: "
+                    f"`{option}=env:0:1000`."
+                )
+            files[name] = str(directory / TASKS_FOLDER / f"env-{numbers[1]}-{numbers[2]}.jsonl")
+        run = replace_option(run, option, tuple(files.get(name, name) for name in names))
+    return run
+
+
+@contextmanager
+def open_hub(run: Run) -> Iterator[HubPool | None]:
+    """Start the guests of `env.hub`, write the files of tasks that are missing, and yield the guests; None without a
+    hub."""
+    spec = run.env.hub_spec()
+    if spec is None:
+        yield None
+        return
+    with HubPool(spec, run.env.workers) as pool:
+        for name in dict.fromkeys((*run.data.train, *run.data.val)):
+            numbers = _DRAWN.fullmatch(Path(name).name)
+            if numbers is not None and Path(name).parent.name == TASKS_FOLDER and not Path(name).exists():
+                _draw(pool, Path(name), int(numbers[1]), int(numbers[2]))
+        yield pool
+
+
+def _draw(pool: HubPool, file: Path, first: int, stop: int) -> None:
+    """Write tasks of the hub into a file."""
+    tasks = pool.tasks(first, stop)
+    if not tasks:
+        raise ConfigError(f"{pool.spec.title} has no tasks from number {first} on. Begin with a lower one.")
+    if len(tasks) < stop - first:
+        get_logger("recipes").info(
+            "%s has %d tasks from number %d on: all are taken.", pool.spec.title, len(tasks), first
+        )
+    file.parent.mkdir(exist_ok=True)
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text("".join(json.dumps(task, ensure_ascii=False) + "\n" for task in tasks), encoding="utf-8")
+    temporary.replace(file)

@@ -1,0 +1,179 @@
+"""Whole runs in the environments of hubs: trained, resumed, scored, and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etude.agents.hubs.pool import HubPool
+from etude.agents.hubs.process import HubSpec
+from etude.cli import main
+from etude.config.compose import compose
+from etude.demo.sorting_model import END, PAD, write_tokenizer
+from etude.errors import ConfigError
+from etude.models import create, save, tiny_config
+from etude.protocols import Observation
+from etude.recipes.run.builders.hubs import name_task_files
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import read_metrics
+from etude.records import Message, Task
+from tests.agents.hubs.test_pool import ODD
+from tests.components import require_hub
+from tests.recipes.runs import Captured, refused_run, same, step_metrics, weights
+
+BLACKJACK = {
+    "env.hub": "gymnasium:Blackjack-v1",
+    "env.kwargs": "{text: true, instructions: 'play:', actions: [stick, hit], unclear: -1}",
+}
+
+
+@pytest.fixture(scope="module")
+def player(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokens are the characters of hands, and the two actions."""
+    directory = tmp_path_factory.mktemp("player")
+    tokenizer = write_tokenizer(directory, (PAD, END), "0123456789[], play:\n", ("stick", "hit"))
+    sizes = {"layers": 2, "hidden": 96, "heads": 4, "kv_heads": 2, "head_dim": 24, "intermediate": 256, "context": 128}
+    save(create(tiny_config(tokenizer.vocab_size, **sizes), seed=0, dtype=torch.float32), directory)
+    return directory
+
+
+def words(player: Path, python: Path, directory: Path, **changes: Any) -> list[str]:
+    chosen = {
+        "model.path": player,
+        "data.train": "env:0:500",
+        "data.max_prompt_length": 32,
+        **BLACKJACK,
+        "env.python": python,
+        "env.max_turns": 8,
+        "reward": "environment",
+        "advantage": "turn_baseline",
+        "sampling.max_tokens": 1,
+        "collect.tasks": 16,
+        "collect.group_size": 8,
+        "train.precision": "fp32",
+        "train.learning_rate": 4e-3,
+        "threads": 1,
+        "steps": 2,
+        "checkpoint.every": 1,
+        "observe.console": "off",
+        "directory": directory,
+    }
+    chosen |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"{name}={value}" for name, value in chosen.items()]
+
+
+@pytest.mark.integration
+def test_a_model_learns_to_name_the_actions_of_gymnasium(player: Path, tmp_path: Path) -> None:
+    """It begins with random tokens, of which two are actions."""
+    python = require_hub("gymnasium")
+    assert main(["train", *words(player, python, tmp_path / "run", steps=12, env__workers=2)]) == 0
+    rewards = [step["reward"] for step in read_metrics(tmp_path / "run")]
+    assert sum(rewards[:3]) / 3 < -0.8 and sum(rewards[-4:]) / 4 > -0.55, rewards
+    assert max(step["turns"] for step in step_metrics(tmp_path / "run")) > 1
+
+
+@pytest.mark.integration
+def test_a_resumed_run_has_the_tasks_that_it_was_started_with(player: Path, tmp_path: Path, capsys: Captured) -> None:
+    python = require_hub("gymnasium")
+    assert main(["train", *words(player, python, tmp_path / "whole", steps=2)]) == 0
+    assert main(["train", *words(player, python, tmp_path / "half", steps=1)]) == 0
+    tasks = tmp_path / "half/tasks/env-0-500.jsonl"
+    rows = [json.loads(line) for line in tasks.read_text().splitlines()]
+    assert rows == [{"prompt": "play:\n", "seed": seed} for seed in range(500)]
+    written = tasks.stat().st_mtime_ns
+    assert main(["train", "--resume", str(tmp_path / "half"), "steps=2"]) == 0
+    assert tasks.stat().st_mtime_ns == written, "they are drawn once"
+    assert same(weights(tmp_path / "half"), weights(tmp_path / "whole"))
+    other = words(player, python, tmp_path / "half", steps=3, data__train="env:0:600")
+    assert main(["train", *other]) != 0
+    assert "data.train[0]: env-0-500.jsonl changed, came or went" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.integration
+def test_a_model_is_scored_on_tasks_of_a_hub(player: Path, tmp_path: Path, capsys: Captured) -> None:
+    """Without a run, the tasks are drawn into a directory that is removed."""
+    python = require_hub("gymnasium")
+    given = [
+        word for word in words(player, python, tmp_path) if word.startswith(("model", "env", "reward", "sampling"))
+    ]
+    assert main(["eval", *given, "data.val=env:7:12", "data.max_prompt_length=32", "threads=1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tasks"] == 5
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.integration
+def test_a_game_is_drawn_as_text_and_a_model_is_asked_again() -> None:
+    options = {"render": True, "is_slippery": False, "actions": ["left", "down", "right", "up"]}
+    spec = HubSpec("gymnasium", "FrozenLake-v1", require_hub("gymnasium"), options, 4)
+    with HubPool(spec, 1) as pool:
+        (row,) = pool.tasks(3, 4)
+        answers = ["I go down.", "Not left: Right!", "who knows"]
+        first, down, right, asked = asyncio.run(play(pool, Task(0, row), answers))
+    assert first.content == [
+        {
+            "role": "user",
+            "content": "You act in FrozenLake-v1. Answer with one of these actions: left, down, right, up.\n\n"
+            "[S]FFF\nFHFH\nFFFH\nHFFG",
+        }
+    ]
+    assert down.content == "(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG" and down.reward == 0 and not down.done
+    assert right.done and not right.truncated
+    assert asked.content == "No action was named. Answer with one of: left, down, right, up." and not asked.done
+
+
+async def play(pool: HubPool, task: Task, answers: list[str]) -> list[Observation]:
+    env = pool.new_env()
+    shown = [await env.reset(task)]
+    shown += [await env.step(Message("assistant", answer)) for answer in answers]
+    await env.close()
+    return shown
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"env.hub": "gymnasium:Nowhere-v1"}, "Gymnasium cannot make Nowhere-v1"),
+        ({"env.hub": "gymnasium:Pendulum-v1", "env.kwargs": "{}"}, "Only Discrete and Text actions can be named"),
+        ({"env.kwargs": "{actions: [hit]}"}, "Blackjack-v1 has 2 actions: give as many different names"),
+        ({"data.train": "env:5:5"}, "names no tasks of the hub. Write the first number"),
+    ],
+)
+def test_what_gymnasium_refuses(
+    player: Path, tmp_path: Path, capsys: Captured, changes: dict[str, Any], sentence: str
+) -> None:
+    python = require_hub("gymnasium")
+    assert main(["train", *words(player, python, tmp_path / "run", **changes)]) != 0
+    assert sentence in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"env.hub": "gymnasiun:X"}, "names no hub that is known here. Did you mean gymnasium?"),
+        ({"env.hub": "gymnasium"}, "names a hub and no environment of it. Add one: `env.hub=gymnasium:Blackjack-v1`."),
+        ({"env.hub": f"trl:{ODD}", "env.path": "x.py:Y"}, "`env.path` names others: leave one out"),
+        ({"env.workers": 2}, "`env.workers=2` is for the environment of a hub, and `env.hub` names none"),
+        ({"data.train": "env:0:9"}, "are tasks of a hub's environment, and `env.hub` names none"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    world: Path, tmp_path: Path, capsys: Captured, changes: dict[str, Any], sentence: str
+) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", **{name.replace(".", "__"): v for name, v in changes.items()})
+    assert sentence in " ".join(told.split())
+
+
+def test_tasks_of_a_hub_are_files_of_the_run(tmp_path: Path) -> None:
+    run = compose(Run, ["env.hub=gymnasium:X", "data.train=[env:3:9, mine.jsonl]", "data.val=env:9:11"])
+    named = name_task_files(run.model_copy(update={"directory": tmp_path}))
+    assert named.data.train == (str(tmp_path / "tasks/env-3-9.jsonl"), "mine.jsonl")
+    assert named.data.val == (str(tmp_path / "tasks/env-9-11.jsonl"),)
+    with pytest.raises(ConfigError, match=r"`data\.train=env:0` names no tasks"):
+        name_task_files(compose(Run, ["env.hub=gymnasium:X", "data.train=env:0"]))
