@@ -107,6 +107,8 @@ class SamplingParams(FrozenRecord):
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str | None = None
+    """The grammar that the answer is held to; see `etude.chat.grammar`."""
     seed: int | None = None
     """None derives a seed from the run's seed, the task, the rollout and the prompt."""
     top_logprobs: int = 0
@@ -144,6 +146,7 @@ class SamplingParams(FrozenRecord):
             or self.min_tokens > 0
             or self.temperature == 0
             or -math.inf in self.logit_bias.values()
+            or self.grammar is not None
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from etude.chat.grammar import GrammarCompiler
 from etude.errors import ConfigError
 
 Ids = NDArray[np.int32]
@@ -151,6 +152,15 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token; None if it is not in the vocabulary."""
         return self._inner.token_to_id(token)
+
+    def to_json(self) -> str:
+        """Return the tokenizer in the form of `tokenizer.json`."""
+        return self._inner.to_str()
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """The grammars that answers may be held to."""
+        return GrammarCompiler(self)
 
     def decode_stream(self, keep_special_tokens: bool = False) -> DecodeStream:
         """Return a decoder of ids that come one by one."""

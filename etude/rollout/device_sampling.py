@@ -147,6 +147,7 @@ def can_draw_on_device(state: SamplingState) -> bool:
     whole_vocabulary = state.never_modified and not sampling.min_tokens
     return (
         few_ids
+        and state.matcher is None
         and not sampling.top_logprobs
         and not sampling.alternatives
         and (not sampling.support or whole_vocabulary)

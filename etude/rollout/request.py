@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.chat.stop_strings import StopStringFilter
-from etude.errors import DataError
+from etude.errors import ConfigError, DataError
 from etude.records import Completion, SamplingParams
 from etude.rollout.block_pool import NO_SLOT, ROOT
 from etude.rollout.sampling import DrawnToken, Likeliest, SamplingState
@@ -72,7 +72,12 @@ class Request:
         self.slot = -1  # its row in the engine's block table while it runs, and the slot of its states
         self.state_slot = NO_SLOT  # where its states are when its next work begins
         self.stop_ids = frozenset(sampling.stop_ids) | frozenset(tokenizer.eos_ids if tokenizer else ())
-        self.sampling_state = SamplingState(sampling, prompt, vocab_size, self.stop_ids)
+        matcher = None
+        if sampling.grammar is not None:
+            if tokenizer is None:
+                raise ConfigError("An engine without a tokenizer cannot hold an answer to a grammar.")
+            matcher = tokenizer.grammars.matcher(sampling.grammar)
+        self.sampling_state = SamplingState(sampling, prompt, vocab_size, self.stop_ids, matcher)
         self.future: Future[Completion] = Future()
         self.future.set_running_or_notify_cancel()
         self._tokenizer = tokenizer
@@ -124,6 +129,7 @@ class Request:
 
     def append_token(self, drawn: DrawnToken, version: int) -> str | None:
         """Add a token. Return the finish reason if the request finished with it."""
+        self.sampling_state.check_drawn(drawn)
         token = drawn.id
         self.tokens[self.length] = token
         self.length += 1

@@ -3,8 +3,8 @@
 A token is drawn by inverting its row's cumulative distribution at one uniform number. That number comes from a
 counter-based generator keyed by (seed, position of the token in its context). So a row's draws depend on nothing that
 shares its batch, on no earlier call, and on no global state. The logits are changed in this order: repetition penalty,
-bias, ban of end tokens up to `min_tokens`, temperature, top-k, top-p, min-p. The last three keep every token that is as
-likely as the last one kept, so that the outcome depends on no order among equals.
+bias, grammar, ban of end tokens up to `min_tokens`, temperature, top-k, top-p, min-p. The last three keep every token
+that is as likely as the last one kept, so that the outcome depends on no order among equals.
 
 Exponentials are computed by softmax kernels, which treat all rows the same, and logarithms of single numbers one by
 one. Torch's elementwise kernels round the last few elements of a tensor differently, whichever rows those are.
@@ -23,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from etude.chat.grammar import GrammarMatcher
+from etude.errors import DataError
 from etude.records import SamplingParams
 from etude.support import EncodedSet, encode_ids, encode_set
 
@@ -50,8 +52,17 @@ def uniform_numbers(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[n
 class SamplingState:
     """The sampling state of one request: its parameters, its seed, and the seen tokens if repetition is penalized."""
 
-    def __init__(self, sampling: SamplingParams, prompt: NDArray[np.int32], vocab_size: int, stop_ids: frozenset[int]):
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        prompt: NDArray[np.int32],
+        vocab_size: int,
+        stop_ids: frozenset[int],
+        matcher: GrammarMatcher | None = None,
+    ) -> None:
+        """matcher: that of the request's grammar."""
         self.sampling = sampling
+        self.matcher = matcher
         self.seed = (secrets.randbits(64) if sampling.seed is None else sampling.seed) & _FULL
         self.stop_ids = torch.tensor(sorted(token for token in stop_ids if token < vocab_size), dtype=torch.int64)
         self.seen = None if sampling.repetition_penalty == 1.0 else torch.zeros(vocab_size, dtype=torch.bool)
@@ -59,7 +70,7 @@ class SamplingState:
         self.biased_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64)
         self.bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
         self.cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-        self.needs_adjustment = self.seen is not None or len(self.biased_ids) > 0
+        self.needs_adjustment = self.seen is not None or len(self.biased_ids) > 0 or matcher is not None
         self.never_modified = (
             not (self.cut or self.needs_adjustment or sampling.top_logprobs or sampling.alternatives)
             and sampling.temperature == 1.0
@@ -67,6 +78,8 @@ class SamplingState:
 
     def restart(self, prompt: NDArray[np.int32]) -> None:
         """Drop the seen tokens after the prompt. The seed stays, so the same random numbers come again."""
+        if self.matcher is not None:
+            self.matcher.reset()
         if self.seen is not None:
             self.seen.zero_()
             self.seen[torch.from_numpy(prompt.astype(np.int64))] = True
@@ -76,18 +89,36 @@ class SamplingState:
         return self.never_modified and generated >= self.sampling.min_tokens
 
     def adjust_logits(self, logits: Tensor, generated: int) -> None:
-        """Apply penalty, bias and banned end tokens to its own row [V], in place."""
+        """Apply penalty, bias, grammar and banned end tokens to its own row [V], in place."""
         if self.seen is not None:
             seen = self.seen.to(logits.device)
             penalty = self.sampling.repetition_penalty
             logits.copy_(torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits))
         if len(self.biased_ids):
             logits[self.biased_ids.to(logits.device)] += self.bias.to(logits.device)
-        if generated < self.sampling.min_tokens and len(self.stop_ids):
+        may_end = generated >= self.sampling.min_tokens or not len(self.stop_ids)
+        if self.matcher is not None:
+            allowed = self.matcher.mask(len(logits))
+            logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -math.inf)
+            allowed[self.stop_ids.numpy()] = False
+            may_end = may_end or not allowed.any()  # the grammar has ended
+        if not may_end:
             logits[self.stop_ids.to(logits.device)] = -math.inf
+
+    def check_drawn(self, drawn: DrawnToken) -> None:
+        """Raise the reason if there was no token to draw."""
+        if self.matcher is not None:
+            self.matcher.check()
+        if math.isnan(drawn.logp):
+            raise DataError(
+                "There is no token to draw. logit_bias and the banned end tokens leave none, or they or a tiny "
+                "temperature take the logits beyond float32. For greedy sampling set temperature to 0."
+            )
 
     def record_token(self, token: int) -> None:
         """Record that this token was drawn."""
+        if self.matcher is not None:
+            self.matcher.push(token)
         if self.seen is not None:
             self.seen[token] = True
 

@@ -155,6 +155,11 @@ class ServerBackend(ABC):
                 f"report no sets of tokens. Set `sampling.{name}` and `sampling.top_k` for the whole run, or leave it "
                 "out."
             )
+        if sampling.grammar is not None:
+            raise ConfigError(
+                f"An answer of a certain form was asked for, and this endpoint cannot hold {self.package} to one. Ask "
+                "for the form in the messages, or choose `rollout=embedded`."
+            )
         biases = [bias for bias in sampling.logit_bias.values() if bias != -math.inf]
         too_large = next((bias for bias in biases if not abs(bias) <= MAX_LOGIT_BIAS), None)
         if too_large is not None:

@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.errors import ConfigError, DataError, EngineError
+from etude.errors import ConfigError, EngineError
 from etude.models import EngineModel, Model
 from etude.observe import Last, Metrics, Min, Sum, get_logger
 from etude.records import Completion, SamplingParams
@@ -345,11 +345,6 @@ class TorchEngine:
         scheduler.stats.new_tokens += len(requests)
         for row, request in enumerate(requests):
             with self._isolate_errors(request):
-                if math.isnan(sampled.logp[row]):
-                    raise DataError(
-                        "There is no token to draw. logit_bias and the banned end tokens leave none, or they or a tiny "
-                        "temperature take the logits beyond float32. For greedy sampling set temperature to 0."
-                    )
                 finish_reason = request.append_token(sampled.token(row), scheduler.version)
                 if finish_reason is not None:
                     scheduler.finish(request)

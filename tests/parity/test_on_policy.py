@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ import torch
 
 from etude.algorithms import AlgorithmConfig
 from etude.batch import Batch
+from etude.chat import Tokenizer
+from etude.chat.grammar import HEADER
 from etude.data.samples import build_samples
 from etude.models import LoraAdapterConfig, Model, adapt, create, tiny_config
 from etude.models.tiny import FAMILIES
@@ -26,6 +30,7 @@ from etude.train import Learner, TrainConfig
 from etude.train.optim import PRECISIONS
 from tests.components import require
 from tests.families import family_model
+from tests.worlds import make_tokenizer
 
 VOCABULARY, GROUPS, SIZE = 61, 4, 3
 OTHERS = tuple(family for family in FAMILIES if family != "qwen3")
@@ -33,9 +38,9 @@ TOLERANCE = {"fp32": 2e-5, "bf16": 0.02, "fp64": 1e-6}
 
 
 @contextmanager
-def engine_of(model: Model, *, merge: bool = False) -> Iterator[TorchEngine]:
+def engine_of(model: Model, tokenizer: Tokenizer | None = None, *, merge: bool = False) -> Iterator[TorchEngine]:
     """Start an engine over a model's own weights."""
-    engine = TorchEngine(model, None, TorchEngineConfig(kv_gib=0.05, max_num_batched_tokens=64), merge=merge)
+    engine = TorchEngine(model, tokenizer, TorchEngineConfig(kv_gib=0.05, max_num_batched_tokens=64), merge=merge)
     try:
         yield engine
     finally:
@@ -85,6 +90,26 @@ def test_trainer_and_sampler_agree(family: str, temperature: float) -> None:
         batch, completions = collected(engine, temperature)
     assert gap(learner.annotate(batch, frozenset({"old_logp"}))) < TOLERANCE["fp32"]
     assert all(c.raw_logp is not None and len(c.raw_logp) == len(c.ids) for c in completions)
+
+
+def test_the_trainer_replays_the_grammar_of_an_answer(tmp_path: Path) -> None:
+    size = make_tokenizer(tmp_path)
+    model = create(tiny_config(VOCABULARY, layers=2, hidden=32, heads=4, kv_heads=2), seed=1)
+    learner = Learner(model, TrainConfig(precision="fp32", max_tokens_per_micro_batch=64), temperature=0.7)
+    bound = {"grammar": f"{HEADER}start: /[a-d]{{2,3}}(=[01]{{1,2}})?/", "support": True}
+    short = {"grammar": f'{HEADER}start: "ab"', "support": True, "min_tokens": 4}
+    with engine_of(model, Tokenizer.load(tmp_path)) as engine:
+        batch, completions = collected(engine, 0.7, bound, {**bound, "top_k": 2}, short, {})
+    for place, completion in enumerate(completions):
+        if place % 4 == 3:
+            assert completion.support is None
+            continue
+        assert completion.support is not None and (completion.support.sizes(VOCABULARY) < size).all()
+        if completion.finish_reason == "stop":
+            assert re.fullmatch("[a-d]{2,3}(=[01]{1,2})?", completion.text)
+    assert [completion.text for completion in completions[2::4]] == ["ab"] * 3, "the end of a grammar ends the answer"
+    assert {completion.finish_reason for completion in completions[:2]} == {"length", "stop"}
+    assert gap(learner.annotate(batch, frozenset({"old_logp"}))) < TOLERANCE["fp32"]
 
 
 FILTERS: tuple[Mapping[str, Any], ...] = (
