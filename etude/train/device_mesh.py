@@ -26,8 +26,8 @@ from etude.train.config import MeshConfig
 from etude.train.ranks import DistributedRanks
 
 
-def build_mesh(config: MeshConfig, device_type: str, *, timeout: float = 1800.0) -> DeviceMesh:
-    """Return the mesh of all ranks. Every rank calls this at the same time, once for all of its models.
+def build_mesh(config: MeshConfig, device_type: str, *, timeout: float = 1800.0) -> ShardMeshes:
+    """Return the meshes of all ranks. Every rank calls this at the same time, once for all of its models.
 
     timeout: the seconds that an exchange may wait for other ranks.
     """
@@ -39,16 +39,16 @@ def build_mesh(config: MeshConfig, device_type: str, *, timeout: float = 1800.0)
         "tensor": config.tensor,
     }
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "data"}
-    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    groups = ShardMeshes.from_mesh(mesh).groups() - {dist.group.WORLD}
+    meshes = ShardMeshes.from_mesh(init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    groups = meshes.groups() - {dist.group.WORLD}
     for group in groups if dist.get_backend() != dist.Backend.FAKE else ():
         _set_pg_timeout(timedelta(seconds=timeout), group)
-    return mesh
+    return meshes
 
 
 @dataclass(frozen=True)
 class ShardMeshes:
-    """The parts of a mesh that one model uses."""
+    """The parts of a mesh, as models use them."""
 
     layers: DeviceMesh
     """data, or replica × data: the ranks that share each layer's weights."""
@@ -62,7 +62,7 @@ class ShardMeshes:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> ShardMeshes:
-        """Return the parts of a mesh of `build_mesh`, or of one with a single dimension."""
+        """Return the parts of a mesh with the dimensions above, or with a single one."""
         names = mesh.mesh_dim_names or ("data",)
         layers = root = mesh
         tensor = None
@@ -72,6 +72,11 @@ class ShardMeshes:
             layers = mesh["replica", "data"] if replicated else mesh["data"]
             root = DeviceMesh._concatenate([mesh["replica"], shards]) if replicated else shards
         return cls(layers, root, tensor, _group(layers, "rollouts"), _group(mesh, "ranks"))
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device of the ranks."""
+        return self.layers.device_type
 
     @property
     def ranks_per_rollout(self) -> int:

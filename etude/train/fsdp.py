@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -48,16 +47,14 @@ class ShardedModel(nn.Module):
     group: each rank has them whole, and `sum_gradients` adds up their gradients.
     """
 
-    def __init__(self, model: Model, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None) -> None:
-        """mesh: of `build_mesh`. compute_dtype: the dtype of forward passes; None is that of the weights."""
+    def __init__(self, model: Model, meshes: ShardMeshes, *, compute_dtype: torch.dtype | None = None) -> None:
+        """meshes: of `build_mesh`. compute_dtype: the dtype of forward passes; None is that of the weights."""
         super().__init__()
         self.module: nn.Module = model.module
         self.model = model
-        self.mesh = mesh
+        self.meshes = meshes
         self.compute_dtype = compute_dtype
         """The model over the same modules, the ranks that hold the shards, and the dtype of forward passes."""
-        self.meshes = ShardMeshes.from_mesh(mesh)
-        """The parts of the mesh."""
         self.tensor: TensorParallel | None = None
         """The model as this rank computes it together with others that have the same rollouts."""
         if self.meshes.tensor is not None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -22,6 +21,7 @@ from etude.models.lora_layers import external_name
 from etude.models.model import copy_stored_buffers, stored_buffers
 from etude.models.weight_files import WeightFiles
 from etude.observe import get_logger
+from etude.train.device_mesh import ShardMeshes
 from etude.train.fsdp import ShardedModel
 from etude.train.optim import local_part
 
@@ -31,7 +31,7 @@ LANGUAGE_HEAD = "lm_head.weight"
 
 def load_sharded(
     directory: Path,
-    mesh: DeviceMesh,
+    meshes: ShardMeshes,
     *,
     dtype: torch.dtype,
     device: torch.device | None = None,
@@ -47,7 +47,7 @@ def load_sharded(
     weights = _open_weights(directory, model, dtype, head)
     model = prepare(model)
     created = {**_take_values(model.module), **model.take_float32_weights()}
-    sharded = create_shards(model, mesh, dtype, device or torch.device(mesh.device_type))
+    sharded = create_shards(model, meshes, dtype, device or torch.device(meshes.device_type))
     for name, weight in model.named_weights():
         _fill(weight, name, created, weights)
     if isinstance(weights, _WholeModel):
@@ -57,11 +57,11 @@ def load_sharded(
     return sharded
 
 
-def create_shards(model: Model, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> ShardedModel:
+def create_shards(model: Model, meshes: ShardMeshes, dtype: torch.dtype, device: torch.device) -> ShardedModel:
     """Shard a model on meta, and give the shards memory without values. dtype: that of forward passes."""
     _widen_trained(model.module)
     is_half = dtype != torch.promote_types(dtype, torch.float32)
-    sharded = ShardedModel(model, mesh, compute_dtype=dtype if is_half else None)
+    sharded = ShardedModel(model, meshes, compute_dtype=dtype if is_half else None)
     sharded.to_empty(device=device)
     restore_buffers(model.module)
     return sharded

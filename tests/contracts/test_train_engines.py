@@ -32,6 +32,7 @@ from etude.errors import ConfigError, TrainingError
 from etude.models import Head, LoraAdapterConfig, Model, adapt, create, load, save, tiny_config
 from etude.protocols import Crew
 from etude.train import FrozenModel, MeshConfig, load_weights
+from etude.train.device_mesh import ShardMeshes
 from etude.train.fsdp import ShardedModel
 from tests.recipes.ranked import (
     RankPolicy,
@@ -509,7 +510,7 @@ def test_a_sharded_frozen_model_is_offloaded_between_calls(device: str) -> None:
     batch, compute_device = rollouts(), torch.device(device)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        shards = ShardedModel(unfused_model("fp32"), init_device_mesh(device, (1,)))
+        shards = ShardedModel(unfused_model("fp32"), ShardMeshes.from_mesh(init_device_mesh(device, (1,))))
         offloaded = FrozenModel(shards, 50, compute_device=compute_device)
         for _ in range(2):
             assert {weight.device.type for weight in offloaded.model.parameters()} == {"cpu"}

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from etude.data.pack import pack_prefix_tree
 from etude.models import ActivationCheckpointing, Model, PackedAttention, checkpointing
 from etude.models.checkpointing import OffloadedTensor, checkpoint_layer
+from etude.train.device_mesh import ShardMeshes
 from etude.train.fsdp import ShardedModel
 from tests.recipes.ranked import adapted_model, unfused_model
 from tests.train.tasks import model, rollouts
@@ -67,7 +68,7 @@ def test_gradients_are_the_same_bits(policy: Callable[[str], Model], precision: 
 @pytest.mark.usefixtures("one_rank")
 def test_weights_that_fsdp_gathered_are_not_copied(copied: list[Tensor]) -> None:
     policy_model, width = unfused_model("fp32"), unfused_model("fp32").head_weight.shape[1]
-    sharded = ShardedModel(policy_model, init_device_mesh("cpu", (1,)))
+    sharded = ShardedModel(policy_model, ShardMeshes.from_mesh(init_device_mesh("cpu", (1,))))
     policy_model.activation_checkpointing = "offload"
 
     def compute() -> dict[str, Tensor]:

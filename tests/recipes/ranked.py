@@ -15,7 +15,6 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
@@ -39,7 +38,7 @@ from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, 
 from etude.rollout import TorchEngine, TorchEngineConfig
 from etude.train import FrozenModel, Learner, MeshConfig, RoutedModels, TrainConfig
 from etude.train.backend import HeldModel
-from etude.train.device_mesh import build_mesh
+from etude.train.device_mesh import ShardMeshes, build_mesh
 from etude.train.fsdp import ShardedModel
 from etude.train.memory import OffloadedTensors
 from etude.train.optim import PRECISIONS
@@ -329,7 +328,7 @@ def sharded(whole: Model, dtype: torch.dtype | None = None, mesh: MeshConfig | N
 
 
 @cache
-def get_mesh(config: MeshConfig) -> DeviceMesh:
+def get_mesh(config: MeshConfig) -> ShardMeshes:
     """Return the mesh of all ranks, built once."""
     if not dist.is_initialized():  # a single rank with the engine of several
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from etude.algorithms.losses.distill import TopKDistillation
 from etude.batch import OWN_NAMES
 from etude.chat import ChatRenderer
@@ -48,6 +46,7 @@ from etude.recipes.supervised.worker import (
 from etude.recipes.workers.utilization import measure_peak_flops
 from etude.train import Learner, ScoringModel
 from etude.train.backend import HeldModel, model_of
+from etude.train.device_mesh import ShardMeshes
 from etude.train.optim import PRECISIONS
 
 COMMON = frozenset({"turn", "source"})
@@ -237,7 +236,7 @@ def build_supervised_worker(run: SupervisedRun, model: HeldModel, other: Scoring
     return SupervisedWorker(run.loss, learner, _build_annotate(run, model_of(model), other))
 
 
-def _load_other_model(run: SupervisedRun, model: HeldModel, mesh: DeviceMesh | None) -> ScoringModel | None:
+def _load_other_model(run: SupervisedRun, model: HeldModel, mesh: ShardMeshes | None) -> ScoringModel | None:
     if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
         return AuxiliaryLoader(run, model, mesh).load_reference(run.reference.path)
     if isinstance(run, DistillRun):

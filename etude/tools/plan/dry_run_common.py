@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from etude.batch import Batch
@@ -29,6 +28,7 @@ from etude.tools.plan.fake_tensors import use_fake_tensors
 from etude.tools.plan.memory_tracker import MemoryTrace, MemoryTracker, TensorLabeler
 from etude.train import FrozenModel, ScoringModel, TrainConfig
 from etude.train.backend import HeldModel, model_of
+from etude.train.device_mesh import ShardMeshes
 from etude.train.optim import PRECISIONS, local_part
 from etude.train.sharded_loading import create_shards
 
@@ -199,7 +199,7 @@ def _weight_bytes(model: Model, depth: Depth | None) -> int:
     return total + in_layers * (depth.total - depth.built) // depth.built
 
 
-def build_policy(run: Recipe, mesh: DeviceMesh | None, layers: Layers = ALL_LAYERS) -> HeldModel:
+def build_policy(run: Recipe, mesh: ShardMeshes | None, layers: Layers = ALL_LAYERS) -> HeldModel:
     """Build the model of a run as it is trained, with empty weights."""
     assert run.model.path is not None, "a plan is of a model"
     dtype = PRECISIONS[run.train.precision]
@@ -216,7 +216,7 @@ def _freeze(model: Model) -> Model:
 def build_model(
     path: Path,
     dtype: torch.dtype,
-    mesh: DeviceMesh | None,
+    mesh: ShardMeshes | None,
     layers: Layers,
     *,
     head: Head = "language",

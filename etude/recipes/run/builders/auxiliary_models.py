@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
@@ -22,13 +21,14 @@ from etude.recipes.workers.utilization import measure_peak_flops
 from etude.rollout import TorchEngine
 from etude.train import FrozenModel, Learner, RoutedModels, ScoringModel, device_mesh
 from etude.train.backend import HeldModel, model_of
+from etude.train.device_mesh import ShardMeshes
 from etude.train.optim import PRECISIONS
 from etude.train.sharded_loading import load_sharded
 
 PrepareFn: TypeAlias = Callable[[Model], Model]
 
 
-def build_mesh(run: Recipe) -> DeviceMesh | None:
+def build_mesh(run: Recipe) -> ShardMeshes | None:
     """Return the mesh that the weights of a run are sharded over, or None if its one rank has them whole.
 
     All ranks call it together, once.
@@ -41,7 +41,7 @@ def build_mesh(run: Recipe) -> DeviceMesh | None:
 def load_trained(
     where: Path,
     dtype: torch.dtype,
-    mesh: DeviceMesh | None,
+    mesh: ShardMeshes | None,
     *,
     device: torch.device,
     head: Head = "language",
@@ -64,7 +64,7 @@ class AuxiliaryLoader:
 
     run: Recipe
     policy: HeldModel
-    mesh: DeviceMesh | None = None
+    mesh: ShardMeshes | None = None
 
     @property
     def _model(self) -> Model:

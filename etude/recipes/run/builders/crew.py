@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from etude.chat import ChatRenderer
 from etude.dispatch import LocalCrew
@@ -23,6 +22,7 @@ from etude.recipes.servers.server_weights import WeightPublisher, serve_run
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.rollout import ServerConfig, TorchEngine
 from etude.train.backend import HeldModel, model_of
+from etude.train.device_mesh import ShardMeshes
 
 
 def build_crew(
@@ -86,7 +86,7 @@ class RankBuilder:
             engine.close()
             raise
 
-    def build_worker(self, policy: HeldModel, engine: TorchEngine | None, mesh: DeviceMesh | None) -> PolicyWorker:
+    def build_worker(self, policy: HeldModel, engine: TorchEngine | None, mesh: ShardMeshes | None) -> PolicyWorker:
         """Build the policy worker with its auxiliary models."""
         run = self.run
         auxiliary = AuxiliaryLoader(run, policy, mesh)
@@ -100,7 +100,7 @@ class RankBuilder:
             critic = auxiliary.load_critic(run.critic)
         return build_policy_worker(run, policy, engine, reference=reference, teacher=teacher, critic=critic)
 
-    def _build_engine(self, policy: HeldModel, mesh: DeviceMesh | None) -> TorchEngine:
+    def _build_engine(self, policy: HeldModel, mesh: ShardMeshes | None) -> TorchEngine:
         run = self.run
         config = run.embedded_engine
         assert config is not None, "without servers the workers sample"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from etude.chat import ChatConfig, ChatRenderer, Tokenizer
 from etude.errors import ConfigError
@@ -16,6 +15,7 @@ from etude.recipes.run.builders.auxiliary_models import load_trained
 from etude.recipes.run.directory import check_model
 from etude.recipes.run.rules.checks import NO_MODEL
 from etude.train.backend import HeldModel
+from etude.train.device_mesh import ShardMeshes
 from etude.train.optim import PRECISIONS
 
 
@@ -56,7 +56,7 @@ class PolicyLoader:
         assert run.model.path is not None, "a run has a model"
         return self._prepare(load(run.model.path, dtype=PRECISIONS[run.train.precision], device=device, head=run.head))
 
-    def load_trained(self, mesh: DeviceMesh | None) -> HeldModel:
+    def load_trained(self, mesh: ShardMeshes | None) -> HeldModel:
         """Load the model to train it, in the full precision of its files: whole, or this rank's shards."""
         run = self.run
         assert run.model.path is not None, "a run has a model"
