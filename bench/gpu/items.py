@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.common import matrix_rate
 from bench.gpu.battery import Figures, Item, Place
+from bench.gpu.kernels import kernels
 from bench.gpu.work import GROUP, Ids, make_batch, make_engine, make_model, prompts
 from bench.train_engines_worker import PolicyGradient, batch_of
 from etude.batch import Batch
@@ -311,6 +312,7 @@ def _save(profiled: profile, file: Path) -> float:
 
 ITEMS = (
     Item("facts", 10, facts),
+    Item("kernels", 40, kernels),
     Item(
         "decode",
         80,

@@ -6,9 +6,13 @@ So the host can launch a step before it has read the tokens of the step before, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.models import MakeStepOps, Model, StepMemory, StepRows, TorchStepOps
@@ -16,6 +20,9 @@ from etude.rollout.attention_groups import CPU_LIMITS, GPU_LIMITS
 from etude.rollout.device_sampling import draw
 from etude.rollout.kv_cache import KVCache
 from etude.rollout.slot_state import SlotState
+
+if TYPE_CHECKING:
+    from etude.rollout.step_kernels import StepKernels
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ def supports_static(model: Model) -> str | None:
 class StaticStep:
     """The decode steps of a model over one cache."""
 
-    def __init__(self, model: Model, cache: KVCache, state: SlotState, make_ops: MakeStepOps = TorchStepOps) -> None:
+    def __init__(self, model: Model, cache: KVCache, state: SlotState, kernels: StepKernels | None = None) -> None:
         layers = model.own_layers
         assert layers is not None, "see `supports_static`"
         self.model = model
@@ -49,7 +56,8 @@ class StaticStep:
         self.results = torch.zeros((3, len(state.row_slots)), dtype=torch.float64, device=model.device)
         """[3, rows]: of each row the drawn token, its probability, and its log-prob under the model."""
         self._layers = layers
-        self._make_ops = make_ops
+        self._kernels = kernels
+        self._make_ops: MakeStepOps = kernels or TorchStepOps
         length = min(model.context_length, state.table.shape[1] * cache.size)
         cos, sin = layers.rotary_table(length)
         limits = GPU_LIMITS if cache.device.type == "cuda" else CPU_LIMITS
@@ -60,6 +68,20 @@ class StaticStep:
             sin=sin,
             fetch_bytes=limits.fetch_bytes,
         )
+
+    @property
+    def has_bound(self) -> bool:
+        """True if the operations need a bound of the contexts: all keys up to it are read."""
+        return self._kernels is None or not self._kernels.has_attention
+
+    def set_rows(self, slots: Sequence[int], lengths: Sequence[int], count: int, table: NDArray[np.int64]) -> None:
+        """Let the first rows of the next step be these slots, and the rest of `count` rows scratch.
+
+        lengths: of their contexts, with the newest token. table: the blocks of each slot.
+        """
+        self.state.set_rows(slots, count)
+        if self._kernels is not None:
+            self._kernels.set_rows(slots, lengths, count, table)
 
     def compute(self, key: StepKey) -> None:
         """Draw the next token of the first rows, and advance their slots."""
@@ -77,4 +99,6 @@ class StaticStep:
         """Return all tensors that stay where they are: buffers, cache and weights."""
         memory = self.memory
         own = [self.results, memory.keys_values, memory.cos, memory.sin]
+        if self._kernels is not None:
+            own += self._kernels.tensors()
         return [*own, *self.state.tensors(), *self.model.parameters()]

@@ -49,7 +49,6 @@ def paged_attention(
     keys, values = memory.keys_values[layer]
     key_heads, _, size, width = keys.shape
     query_heads = q.shape[1]
-    rows_per_entry = work.entries.shape[1] - 1
     group = query_heads // key_heads
     splits = work.partial.shape[1]
     window = scoring.window
@@ -73,8 +72,8 @@ def paged_attention(
         memory.table.stride(0),
         splits,
         GROUP=group,
-        ROWS=rows_per_entry,
-        M=max(MIN_LANES, triton.next_power_of_2(group * rows_per_entry)),
+        ROWS=work.rows_per_entry,
+        M=max(MIN_LANES, triton.next_power_of_2(group * work.rows_per_entry)),
         D=width,
         SIZE=size,
         BLOCK=BLOCK_KEYS,

@@ -34,6 +34,8 @@ class ProbedModel:
     shape: KernelShape
     blocks: int
     """The blocks of its cache."""
+    parts: int
+    """The rows of a step times the splits of a context, at most."""
     has_norms: bool
     """True if queries and keys have norms."""
     windows: frozenset[int | None]
@@ -81,7 +83,7 @@ def _missing(device: torch.device) -> str | None:
 
 def _try(name: str, model: ProbedModel) -> str | None:
     """Return the reason why a kernel does not hold."""
-    if name == ATTENTION and (reason := model.shape.unsupported(model.blocks)):
+    if name == ATTENTION and (reason := model.shape.unsupported(model.blocks, model.parts)):
         return reason
     try:
         with torch.inference_mode():
@@ -133,14 +135,9 @@ class _Trial:
         entries = torch.full((len(listed), 1 + per_entry), -1, dtype=torch.int32)
         for entry, members in zip(entries, listed, strict=True):
             entry[: len(members)] = torch.tensor(members)
-        device = self.model.device
-        return AttentionWork(
-            entries=entries.to(device),
-            count=torch.tensor([len(listed)], dtype=torch.int32, device=device),
-            partial=torch.zeros(3, 2, shape.query_heads, shape.width, device=device),
-            partial_lse=torch.zeros(3, 2, shape.query_heads, device=device),
-            programs=2,
-        )
+        work = AttentionWork.allocate(shape, rows=3, splits=2, device=self.model.device)
+        work.load(entries)
+        return work
 
 
 def _try_attention(trial: _Trial) -> Iterator[tuple[Tensor, Tensor]]:

@@ -24,8 +24,8 @@ decode_ops = LazyModule("etude.models.kernels.decode_ops")
 class KernelStepOps(TorchStepOps):
     """The operations of one pass."""
 
-    def __init__(self, memory: StepMemory, rows: StepRows, work: AttentionWork, held: Set[str]) -> None:
-        """held: the kernels to use."""
+    def __init__(self, memory: StepMemory, rows: StepRows, work: AttentionWork | None, held: Set[str]) -> None:
+        """held: the kernels to use. work: for that of attention."""
         if not held >= frozenset(KERNELS):
             super().__init__(memory, rows)  # it computes addresses, which kernels find by themselves
         self._memory = memory

@@ -50,7 +50,7 @@ def probe_torch() -> dict[str, Any]:
 
 def _kernels(device: torch.device) -> dict[str, Any]:
     """Return the kernels that hold for a usual model in bf16."""
-    usual = ProbedModel(device, torch.bfloat16, KernelShape(16, 8, 128, 16), 1000, True, frozenset({None}))
+    usual = ProbedModel(device, torch.bfloat16, KernelShape(16, 8, 128, 16), 1000, 1000, True, frozenset({None}))
     choice = probe_kernels(usual)
     return {"line": choice.describe(), "complete": not choice.refused}
 

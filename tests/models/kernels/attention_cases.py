@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,19 +59,16 @@ class Step:
 def make_work(memory: StepMemory, rows: StepRows, query_heads: int, *, programs: int) -> AttentionWork:
     """Return the list of work for rows. What no row reads is NaN, or a row that does not exist."""
     _, _, key_heads, _, size, width = memory.keys_values.shape
-    per_entry = KernelShape(query_heads, key_heads, width, size).rows_per_entry
-    made = WorkList(split=SPLIT, block_size=size, rows_per_entry=per_entry)
-    device = memory.table.device
+    shape = KernelShape(query_heads, key_heads, width, size)
+    made = WorkList(split=SPLIT, block_size=size, rows_per_entry=shape.rows_per_entry)
     made.update(rows.slots.cpu().numpy(), rows.positions.cpu().numpy(), memory.table.cpu().numpy())
-    unused = np.full((5, 1 + per_entry), -1_000_000, dtype=np.int32)
     splits = int(rows.positions.max()) // SPLIT + 2
-    return AttentionWork(
-        entries=torch.from_numpy(np.concatenate([made.entries, unused])).to(device),
-        count=torch.tensor([len(made.entries)], dtype=torch.int32, device=device),
-        partial=torch.full((len(rows.slots), splits, query_heads, width), torch.nan, device=device),
-        partial_lse=torch.full((len(rows.slots), splits, query_heads), torch.nan, device=device),
-        programs=programs,
-    )
+    work = AttentionWork.allocate(shape, rows=len(rows.slots), splits=splits, device=memory.table.device)
+    work.entries.fill_(-1_000_000)
+    work.partial.fill_(torch.nan)
+    work.partial_lse.fill_(torch.nan)
+    work.load(torch.from_numpy(made.entries))
+    return replace(work, programs=programs)
 
 
 def make_step(case: AttentionCase, device: str, dtype: torch.dtype) -> Step:

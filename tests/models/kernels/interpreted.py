@@ -23,21 +23,49 @@ import triton.runtime.interpreter as interpreter
 from etude.models.kernels.probe import ProbedModel, probe_kernels
 from etude.models.kernels.shapes import KernelShape
 from etude.models.kernels.step import ATTENTION, KERNELS, ROTARY
+from etude.rollout.static_step import StaticStep
+from etude.rollout.step_kernels import make_kernels
 from tests.models.kernels.attention_cases import AttentionCase, check_attention
 from tests.models.kernels.decode_cases import check_add_norm, check_gated_silu, check_norm_rotate_write
+from tests.rollout.engines import model_of
+from tests.rollout.test_static_step import KINDS, SLOTS, WINDOWED, Stepper
 
 FLOAT = torch.float32
 
 
-def check_choice(dtype: torch.dtype, refused: dict[str, str], *, width: int = 32, blocks: int = 100) -> None:
+def check_choice(
+    dtype: torch.dtype, refused: dict[str, str], *, width: int = 32, blocks: int = 100, parts: int = 100
+) -> None:
     """The trial finds each kernel to hold, except for those that are named with the reason."""
     shape = KernelShape(4, 2, width, 16)
-    choice = probe_kernels(ProbedModel(torch.device("cpu"), dtype, shape, blocks, True, frozenset({None, 100})))
+    choice = probe_kernels(ProbedModel(torch.device("cpu"), dtype, shape, blocks, parts, True, frozenset({None, 100})))
     assert choice.held == set(KERNELS) - refused.keys(), choice.describe()
     assert len(choice.refused) == len(refused)
     for line, (name, reason) in zip(choice.refused, refused.items(), strict=True):
         assert line.startswith(f"{name}: {reason}"), line
         assert line in choice.describe()
+
+
+@torch.inference_mode()
+def check_static_steps() -> None:
+    """Steps with kernels draw the tokens of other steps, with a window, filters, and a row without a request."""
+    stepper = Stepper(model_of("mistral", **WINDOWED["mistral"]), KINDS)
+    cache = stepper.caches.kv[0]
+    kernels = make_kernels(stepper.model, cache, stepper.state)
+    assert kernels is not None and kernels.has_attention
+    static = StaticStep(stepper.model, cache, stepper.state, kernels)
+    stepper.step()
+    stepper.join()
+    for _ in range(3):
+        stepper.grow()
+        slots = [request.slot for request in stepper.requests]
+        lengths = [request.length for request in stepper.requests]
+        static.set_rows(slots, lengths, SLOTS, stepper.scheduler.table)
+        static.compute(stepper.key())
+        stepper.step()
+        ids, _, raw_logp = static.results[:, : len(slots)]
+        assert ids.tolist() == stepper.drawn.ids
+        torch.testing.assert_close(raw_logp.float(), torch.tensor(stepper.drawn.raw_logp), atol=1e-4, rtol=0)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -61,6 +89,7 @@ CASES: dict[str, Callable[[], None]] = {
     "rotary positions, half": partial(check_norm_rotate_write, "cpu", torch.float16),
     "activation": partial(check_gated_silu, "cpu", FLOAT),
     "activation, half": partial(check_gated_silu, "cpu", torch.float16),
+    "static steps": check_static_steps,
     "a trial that all pass": partial(check_choice, FLOAT, {}),
     "a trial with wrong products": partial(check_choice, torch.bfloat16, {ATTENTION: "its result is off by "}),
     "a trial that cannot be compiled": partial(
@@ -71,6 +100,9 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "a trial with a large cache": partial(
         check_choice, FLOAT, {ATTENTION: "the cache has 5000000 blocks"}, blocks=5_000_000
+    ),
+    "a trial with long contexts": partial(
+        check_choice, FLOAT, {ATTENTION: "partial results of all rows would take 4.8 GiB"}, parts=10_000_000
     ),
 }
 

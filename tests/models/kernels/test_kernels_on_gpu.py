@@ -60,7 +60,7 @@ def test_small_kernels(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", [KernelShape(16, 8, 128, 16), KernelShape(7, 1, 64, 16), KernelShape(32, 1, 256, 8)])
 def test_the_trial_finds_that_kernels_hold(shape: KernelShape, dtype: torch.dtype) -> None:
-    model = ProbedModel(torch.device("cuda", 0), dtype, shape, 1000, True, frozenset({None, 100}))
+    model = ProbedModel(torch.device("cuda", 0), dtype, shape, 1000, 1000, True, frozenset({None, 100}))
     choice = probe_kernels(model)
     assert choice.held == set(KERNELS), choice.describe()
 
@@ -71,7 +71,7 @@ def test_a_machine_without_a_compiler_has_no_kernels(tmp_path: Path) -> None:
         "from etude.models.kernels.probe import ProbedModel, probe_kernels\n"
         "from etude.models.kernels.shapes import KernelShape\n"
         "shape = KernelShape(4, 2, 64, 16)\n"
-        "model = ProbedModel(torch.device('cuda'), torch.float16, shape, 9, True, frozenset({None}))\n"
+        "model = ProbedModel(torch.device('cuda'), torch.float16, shape, 9, 9, True, frozenset({None}))\n"
         "print(probe_kernels(model).describe())"
     )
     env = os.environ | {"CC": str(tmp_path / "no-compiler"), "TRITON_CACHE_DIR": str(tmp_path / "cache")}

@@ -12,7 +12,7 @@ from etude.models.kernels.shapes import KernelShape
 
 def test_a_cpu_has_no_kernels() -> None:
     shape = KernelShape(4, 2, 32, 16)
-    choice = probe_kernels(ProbedModel(torch.device("cpu"), torch.float32, shape, 100, True, frozenset({None})))
+    choice = probe_kernels(ProbedModel(torch.device("cpu"), torch.float32, shape, 100, 100, True, frozenset({None})))
     reason = "the device is a CPU, not a GPU"
     if find_spec("triton") is None:
         reason = "Triton is not installed; a CUDA build of torch brings it"
