@@ -377,8 +377,10 @@ class Sample(FrozenRecord):
         check_same_length(f"The sample of rollout {self.rollout}", **columns)
 
     @property
-    def num_alternatives(self) -> int:
-        """The number of alternatives to each token; 0 if none were recorded."""
+    def num_alternatives(self) -> int | None:
+        """The number of alternatives to each token; 0 if none were recorded, None if the policy sampled no token."""
+        if not self.action.any():
+            return None
         return 0 if self.alternative_ids is None else self.alternative_ids.shape[1]
 
 

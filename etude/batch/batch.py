@@ -335,9 +335,9 @@ class Batch:
         seen = [np.zeros(len(row.ids), np.bool_) if row.observation is None else row.observation for row in ordered]
         labels = np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1]
 
-        def flat(name: str, dtype: type[np.generic], *width: int) -> Tensor:
+        def flat(name: str, dtype: type[np.generic]) -> Tensor:
             columns = [getattr(sample, name) for sample in ordered]
-            return torch.from_numpy(np.concatenate([np.empty((0, *width), dtype), *columns]))
+            return torch.from_numpy(np.concatenate([np.empty(0, dtype), *columns]))
 
         def column(values: Iterable[float | None], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(list(values), dtype=dtype)
@@ -371,8 +371,8 @@ class Batch:
             source_names=form.source_names,
             rollout_id=column(rollout.id for rollout in rollouts),
             anchor=flat("anchor", np.int64) if form.has_anchor else None,
-            alternative_ids=flat("alternative_ids", np.int32, form.alternatives) if form.alternatives else None,
-            alternative_logp=flat("alternative_logp", np.float32, form.alternatives) if form.alternatives else None,
+            alternative_ids=_alternatives(ordered, "alternative_ids", form.alternatives, 0),
+            alternative_logp=_alternatives(ordered, "alternative_logp", form.alternatives, -np.inf),
             greedy_reward=column((rollout.greedy_reward for rollout in rollouts), torch.float64)
             if form.has_greedy_reward
             else None,
@@ -410,6 +410,21 @@ def _share_sources(batches: Sequence[Batch]) -> list[Batch]:
             places = places.new_tensor([names.index(name) for name in batch.source_names])[places]
         shared.append(batch.replace(source=places, source_names=names))
     return shared
+
+
+def _alternatives(samples: Sequence[Sample], name: str, width: int | None, none: float) -> Tensor | None:
+    """Return a column of the alternatives, `width` to each token, or None if there are none.
+
+    none: the entry where fewer could be drawn. A row without a sampled token has it everywhere.
+    """
+    if not width:
+        return None
+    dtype = np.int32 if name == "alternative_ids" else np.float32
+    columns = [np.empty((0, width), dtype)]
+    for sample in samples:
+        unsampled = sample.num_alternatives is None
+        columns.append(np.full((len(sample.ids), width), none, dtype) if unsampled else getattr(sample, name))
+    return torch.from_numpy(np.concatenate(columns))
 
 
 def _places(samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> dict[int, int]:

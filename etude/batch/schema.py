@@ -23,8 +23,8 @@ class BatchSchema:
     """True if rollouts have `greedy_reward`."""
     column_names: tuple[str, ...] = ()
     """The columns that every rollout brings from its task."""
-    alternatives: int = 0
-    """The number of alternatives that rows have for each token."""
+    alternatives: int | None = None
+    """The number of alternatives that rows have for each token. None: no row has a sampled token."""
     source_names: tuple[str, ...] = ("",)
     """The data sources of the rollouts."""
 
@@ -34,11 +34,11 @@ class BatchSchema:
         models: Sequence[str],
         anchored: Sequence[bool],
         rollouts: Sequence[Rollout],
-        alternatives: Sequence[int] = (),
+        alternatives: Sequence[int | None] = (),
     ) -> BatchSchema:
         """Return the schema of rows of these models, each with an anchor or without; refuse inconsistent records.
 
-        alternatives: of each row, the number of alternatives to each of its tokens.
+        alternatives: of each row, the number of alternatives to each of its tokens; None without a sampled token.
         """
         names = sorted(set(models)) or ["policy"]
         if len(names) > 1:
@@ -63,7 +63,7 @@ class BatchSchema:
 
     def check_part(self, part: BatchSchema, *, rows: bool, rollouts: bool) -> BatchSchema:
         """Return this schema for a part that has rows, rollouts or neither; refuse a part of another batch."""
-        same_rows = self._of_rows() == part._of_rows()
+        same_rows = self._of_rows() == part._of_rows() and part.alternatives in (None, self.alternatives)
         same_rollouts = self._of_rollouts() == part._of_rollouts()
         same_rollouts &= set(part.source_names) <= set(self.source_names)
         if (rows and not same_rows) or (rollouts and not same_rollouts):
@@ -72,22 +72,22 @@ class BatchSchema:
 
     def _of_rows(self) -> tuple[object, ...]:
         """Return the fields that follow from the rows."""
-        return self.model, self.has_anchor, self.alternatives
+        return self.model, self.has_anchor
 
     def _of_rollouts(self) -> tuple[object, ...]:
         """Return the fields that follow from the rollouts."""
         return self.part_names, self.has_greedy_reward, self.column_names
 
 
-def _one_width(alternatives: Sequence[int]) -> int:
-    """Return the number of alternatives that all rows have; refuse rows that differ in it."""
-    widths = sorted(set(alternatives))
+def _one_width(alternatives: Sequence[int | None]) -> int | None:
+    """Return the number of alternatives that all rows with a sampled token have; refuse rows that differ in it."""
+    widths = sorted({width for width in alternatives if width is not None})
     if len(widths) > 1:
         raise BatchError(
             f"Some rows have {widths[0]} alternatives to each token, others {widths[-1]}. Every row of a batch needs "
             "as many: sample all of them with the same `correction.alternatives`."
         )
-    return widths[0] if widths else 0
+    return widths[0] if widths else None
 
 
 def _column_names(rollouts: Sequence[Rollout]) -> tuple[str, ...]:

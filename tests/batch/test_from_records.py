@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.batch import Batch
+from etude.batch import Batch, BatchSchema
 from etude.errors import BatchError
 from etude.records import Rollout, Sample
 
@@ -61,3 +61,25 @@ def test_rollouts_without_a_row_are_in_the_batch() -> None:
     batch = Batch.from_records([], [Rollout(0, 0, 3, 1.0), Rollout(1, 0, 3, 0.0)])
     assert (batch.num_rollouts, batch.num_rows, batch.num_tokens, batch.num_groups) == (2, 0, 0, 1)
     assert batch.observation is not None and batch.observation.dtype == torch.bool
+
+
+def with_alternatives(row: Sample, width: int) -> Sample:
+    ids = np.arange(len(row.ids) * width, dtype=np.int32).reshape(-1, width)
+    return replace(row, alternative_ids=ids, alternative_logp=np.full(ids.shape, -1.5, np.float32))
+
+
+def test_a_row_without_a_sampled_token_has_as_many_alternatives_as_the_others() -> None:
+    """It comes without any, or with another number of them, which are of no token."""
+    rows = [sample(0, ".."), with_alternatives(sample(1, ".A"), 3), with_alternatives(sample(2, "."), 2)]
+    rollouts = [Rollout(i, 0, 0, 1.0) for i in range(3)]
+    batch = Batch.from_records(rows, rollouts)
+    ids, logp = batch.require("alternative_ids"), batch.require("alternative_logp")
+    assert ids.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 2], [3, 4, 5], [0, 0, 0]]
+    assert torch.isinf(logp[[0, 1, 4]]).all() and bool((logp[2:4] == -1.5).all())
+    form = BatchSchema.from_records(["policy"] * 3, [False] * 3, rollouts, [row.num_alternatives for row in rows])
+    part = Batch.from_records(rows[:1], rollouts[:1], form)
+    assert part.require("alternative_ids").shape == (2, 3), "a rank may have such rows alone"
+    with pytest.raises(BatchError, match="Some rows have 2 alternatives to each token, others 3"):
+        Batch.from_records([rows[1], with_alternatives(sample(2, "A"), 2)], rollouts)
+    with pytest.raises(BatchError, match="but the batch has"):
+        Batch.from_records([sample(2, "A")], rollouts[2:], form)

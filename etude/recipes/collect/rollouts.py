@@ -105,8 +105,8 @@ class ScoredRollout:
     """Of each sequence, the model that wrote its tokens."""
     has_anchor: tuple[bool, ...]
     """Of each sequence, whether it names states."""
-    alternatives: tuple[int, ...]
-    """Of each sequence, the number of alternatives to each token."""
+    alternatives: tuple[int | None, ...]
+    """Of each sequence, the number of alternatives to each token; None if the model wrote none of them."""
     tokens: int
     """Number of tokens of all sequences."""
     first_action: int
