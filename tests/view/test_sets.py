@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from etude.records import Completion, Turn
 from etude.store import AttemptStarted, RolloutQueued, TaskIssued, TurnRecorded, open_store
+from etude.store.http.otlp import JSON, parse_spans
 from etude.support import SetKind, Support, decode_set, encode_ids, encode_set
 from etude.tools.rollout_reader import read_rollout
 from etude.tools.rollouts.jsonl import rollout_to_dict
+from etude.tools.rollouts.otlp import rollout_to_otlp
 from tests.view.browser import READY, Browser, texts
 from tests.view.made import Viewer, turn, write_run
 from tests.worlds import make_tokenizer
@@ -132,3 +134,14 @@ def test_exported_lines_have_the_sets_and_the_alternatives(tmp_path: Path) -> No
     np.testing.assert_array_equal(decode_set((SetKind.BITS, words), VOCAB), LEGAL)
     assert line["alternative_ids"][1] == [1, 7] and line["alternative_logp"][0] == [0.0, None]
     assert not {"support", "alternative_ids", "alternative_logp"} & plain.keys()
+
+
+def test_traces_have_the_sizes_of_the_sets_and_the_number_of_alternatives(tmp_path: Path) -> None:
+    with closing(open_store(write_drawn(tmp_path / "run", drawn(), turn(3, 0)) / "journal.sqlite")) as store:
+        trace = rollout_to_otlp(read_rollout(store, store.rollout(99), lambda _: None), "run")
+    read = parse_spans(json.dumps(trace).encode(), JSON)
+    bound, plain = (span.data["attributes"] for span in read if span.data["name"].startswith("chat"))
+    assert (bound["etude.support.bound_share"], bound["etude.support.forced_share"]) == (4 / 5, 1 / 5)
+    assert bound["etude.support.size"] == pytest.approx((1 + 3 + VOCAB // 2) / 3)
+    assert bound["etude.support.left_out"] == 1 and bound["etude.alternatives"] == 2
+    assert not [name for name in plain if name.startswith(("etude.support", "etude.alternatives"))]

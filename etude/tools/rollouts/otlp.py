@@ -15,8 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+
 from etude.records import Turn
 from etude.store import AttemptState, NoteRecorded
+from etude.support import Support
 from etude.tools.rollout_reader import AttemptRecord, RolloutRecord
 
 Span = dict[str, Any]
@@ -105,6 +108,26 @@ def _turn_attributes(turn: Turn) -> dict[str, Any]:
         "etude.tags": list(turn.tags) or None,
         "etude.reward": turn.reward,
         **(versions if len(completion.version) else {}),
+        **({} if completion.support is None else _support_attributes(completion.support)),
+        "etude.alternatives": None if completion.alternative_ids is None else completion.alternative_ids.shape[1],
+    }
+
+
+def _support_attributes(support: Support) -> dict[str, Any]:
+    """Return how far the sets that tokens were drawn from bound a turn; the sets themselves are too large for a span.
+
+    The shares are of the turn's tokens. A set is stored by the tokens in it, of which `size` is the mean number, or by
+    those that it leaves out, of which `left_out` is.
+    """
+    sizes = support.signed_sizes()
+    if not len(sizes):
+        return {}
+    some, most = sizes[sizes > 0], sizes[sizes < 0]
+    return {
+        "etude.support.bound_share": float(np.mean(sizes != 0)),
+        "etude.support.forced_share": float(np.mean(sizes == 1)),
+        "etude.support.size": float(some.mean()) if len(some) else None,
+        "etude.support.left_out": float(-most.mean()) if len(most) else None,
     }
 
 
