@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from etude.chat import Tokenizer
 from etude.cli import main
 from etude.models import save
-from tests.recipes.runs import Captured, loaded, refused, refused_run, same, step_metrics, train, weights
+from etude.recipes.run.builders.placement_report import describe_placement
+from tests.recipes.runs import Captured, loaded, refused, refused_run, run_of, same, step_metrics, train, weights
 from tests.recipes.supervised_runs import learned, sums, write
 from tests.recipes.supervised_runs import refusal as refused_distillation
 from tests.recipes.test_models_beside import other_model
@@ -119,6 +120,15 @@ def test_a_run_with_several_teachers_resumes_bit_for_bit(mixed: Path, tmp_path: 
     assert "was started on other files: teacher[sums]/" in refused(
         capsys, "train", "--resume", str(half), "steps=4", turned
     )
+
+
+def test_the_placement_counts_the_teachers_that_are_loaded(mixed: Path) -> None:
+    for of_source, text in (
+        ({"sums": "adder", "words": "speller"}, "2 teachers."),
+        ({"sums": "adder", "words": "adder"}, "the teacher."),
+    ):
+        run = run_of(mixed, **teachers(mixed, **of_source))
+        assert describe_placement(run, run.active_roles())[0].endswith(f"the same weights, {text}")
 
 
 def test_teachers_that_do_not_fit_are_refused(mixed: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -23,7 +23,8 @@ def describe_placement(run: Run, roles: frozenset[str]) -> list[str]:
         models_by_device.setdefault(str(engine), []).append("the engine, with its own weights")
     for role in (role for role in ROLES if role in roles):
         where = role_device(run.placement, role, policy=policy, engine=engine)
-        models_by_device.setdefault(str(where), []).append(ROLES[role])
+        count = len(set(run.teacher.paths.values())) if role == "teacher" else 0
+        models_by_device.setdefault(str(where), []).append(f"{count} teachers" if count > 1 else ROLES[role])
     ranks = f" On each of {run.ranks} ranks; these are the devices of rank 0." if run.ranks > 1 else ""
     turns = " Engine and optimizer take turns." if run.train.offload else ""
     lines = [f"On {device}: {', '.join(models)}.{turns}{ranks}" for device, models in models_by_device.items()]
