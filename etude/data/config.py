@@ -51,8 +51,8 @@ class DataConfig(DataFiles):
     overlong: Annotated[
         OverlongHandling,
         OnlyWith(
-            "agent.path",
-            lambda agent: agent is None,
+            "has_agents",
+            lambda has_agents: not has_agents,
             "does nothing where an agent plays: the agent writes the prompts, and shortens them. Leave it out.",
         ),
     ] = Field(

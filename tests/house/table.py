@@ -242,7 +242,8 @@ NEVER_NAMED: dict[str, tuple[str, ...]] = {
     ),
 }
 
-ENVIRONMENT_IN = ("config/env.py",)
+# Beside it a guest, which is a program of its own: its hub reads the key of the model from a variable.
+ENVIRONMENT_IN = ("config/env.py", "agents/hubs/guest/verifiers_guest.py")
 PRINT_IN = ("cli", "commands", "run_commands", "service_commands", "observe/console.py")
 STREAMS_IN = (*PRINT_IN, "observe/log.py", "rewards/sandbox/guest/program_under_test.py")
 # Beside these, a room's `__init__.py`: the chooser that imports one implementation.

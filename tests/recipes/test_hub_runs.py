@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from etude.agents.agent import LLM
+from etude.agents.hubs.agent import HubAgent
 from etude.agents.hubs.pool import HubPool
 from etude.agents.hubs.process import HubSpec
 from etude.cli import main
@@ -21,10 +24,12 @@ from etude.protocols import Observation
 from etude.recipes.run.builders.hubs import name_task_files
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import read_metrics
-from etude.records import Message, Task
+from etude.records import Message, Outcome, Task
+from etude.store.queue.rollout_queue import AttemptReport
 from tests.agents.hubs.test_pool import ODD
 from tests.components import require_hub
-from tests.recipes.runs import Captured, refused_run, same, step_metrics, weights
+from tests.learn.games import make_tokenizer
+from tests.recipes.runs import Captured, refused_run, same, step_metrics, train, weights
 
 BLACKJACK = {
     "env.hub": "gymnasium:Blackjack-v1",
@@ -153,6 +158,71 @@ def test_what_gymnasium_refuses(
     assert not (tmp_path / "run").exists()
 
 
+VERIFIERS = {
+    "env.hub": "verifiers:digit_v1",
+    "data.train": "env:0:2",
+    "reward": "environment",
+    "reward.path": None,
+    "collect.tasks": 2,
+    "collect.group_size": 2,
+    "steps": 1,
+}
+"""The taskset in `digit_v1.py`."""
+
+
+@pytest.mark.integration
+def test_a_program_of_verifiers_is_trained_by_its_calls(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = require_hub("verifiers")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    speaker = make_talker(tmp_path / "model")
+    given = {**VERIFIERS, "env.python": python, "model.path": speaker, "data.max_prompt_length": 64}
+    train(world, tmp_path / "run", **{name.replace(".", "__"): value for name, value in given.items()})
+    (first,) = step_metrics(tmp_path / "run")
+    assert first["rollouts"] == 4 and first["turns"] == 3 and first["failed_attempts"] == 0
+    assert first["endpoint/turns_continued"] == 8, "every later turn goes on from the one before"
+    assert 0 <= first["reward/right"] <= 1
+
+
+@pytest.mark.integration
+def test_the_errors_of_a_program_of_verifiers_are_outcomes(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its program raises for the digit 9, before it calls the model."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    spec = HubSpec("verifiers", "digit_v1", require_hub("verifiers"), {}, 8)
+
+    async def play(pool: HubPool, task: Task) -> AttemptReport:
+        return await HubAgent(pool).run(task, LLM("http://127.0.0.1:1/v1", "key", "policy"))
+
+    async def stop(pool: HubPool, task: Task) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await play(pool, task)
+
+    with HubPool(spec, 1) as pool:
+        rows = pool.tasks(7, 99)
+        assert [row["digit"] for row in rows] == [7, 8, 9]
+        raised = asyncio.run(play(pool, Task(0, rows[2])))
+        assert raised.outcome is Outcome.FAILED and "ValueError: nine is not a digit here" in raised.error
+        asyncio.run(stop(pool, Task(0, rows[0])))
+        unreachable = asyncio.run(play(pool, Task(0, rows[1])))
+        assert unreachable.outcome is Outcome.FAILED and unreachable.error
+
+    elsewhere = replace(spec, options={"player": {"runtime": {"type": "prime"}}})
+    with pytest.raises(ConfigError, match="whose machines need an account and a tunnel"):
+        HubPool(elsewhere, 1).__enter__()
+
+
+def make_talker(directory: Path) -> Path:
+    """Make a tiny random model with a chat template."""
+    tokenizer = make_tokenizer(directory, "+=: ijklmnopqrstuvwxyz")
+    sizes = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "context": 128}
+    save(create(tiny_config(tokenizer.vocab_size, **sizes), seed=0, dtype=torch.float32), directory)
+    return directory
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -160,6 +230,9 @@ def test_what_gymnasium_refuses(
         ({"env.hub": "gymnasium"}, "names a hub and no environment of it. Add one: `env.hub=gymnasium:Blackjack-v1`."),
         ({"env.hub": f"trl:{ODD}", "env.path": "x.py:Y"}, "`env.path` names others: leave one out"),
         ({"env.workers": 2}, "`env.workers=2` is for the environment of a hub, and `env.hub` names none"),
+        ({"env.hub": "verifiers:x", "env.max_turns": 3}, "does nothing where the hub's own program plays"),
+        ({"env.hub": "verifiers:x", "agent.path": "x.py:y"}, "and `agent.path` another agent. Leave one out."),
+        ({"env.hub": "verifiers:x", "agent.strategy": "cs"}, "plays in processes of its own"),
         ({"data.train": "env:0:9"}, "are tasks of a hub's environment, and `env.hub` names none"),
     ],
 )

@@ -10,8 +10,14 @@ from __future__ import annotations
 from etude.config.suggestions import suggest_name
 from etude.errors import ConfigError, UnknownChoiceError
 
-HUBS: dict[str, str] = {"gymnasium": "Blackjack-v1", "trl": "my_env.py:Factory"}
+HUBS: dict[str, str] = {
+    "gymnasium": "Blackjack-v1",
+    "trl": "my_env.py:Factory",
+    "verifiers": "my_taskset",
+}
 """The hubs, and an environment of each."""
+AGENTS = frozenset({"verifiers"})
+"""The hubs whose own programs call the model. Of the others, the run plays the environments."""
 
 
 def parse_hub(text: str) -> tuple[str, str]:

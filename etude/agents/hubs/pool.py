@@ -51,7 +51,8 @@ class HubPool:
         self._numbers = count(1)
         self._changed = asyncio.Event()
         self._closing = asyncio.Event()
-        self._failure: EtudeError | None = None
+        self.failure: EtudeError | None = None
+        """The error after which no guest begins."""
 
     def __enter__(self) -> Self:
         """Start the guests, and wait until one is ready. Raise `ConfigError` if it refuses its options."""
@@ -92,8 +93,8 @@ class HubPool:
     async def ready(self) -> None:
         """Wait until a guest takes rollouts."""
         while not self._retired:
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
             self._changed.clear()
             await self._changed.wait()
 
@@ -185,7 +186,7 @@ class HubPool:
                 del self._sessions[guest]
 
     def _fail(self, error: EtudeError) -> None:
-        self._failure = error
+        self.failure = error
         self._changed.set()
 
     async def _run(self) -> None:

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from etude.agents.agent import Agent, is_importable, load_agent
 from etude.agents.execution.processes import ProcessRunners
 from etude.agents.execution.threads import ThreadRunners
+from etude.agents.hubs.agent import HubAgent
 from etude.agents.proxy.app import create_router
 from etude.agents.proxy.endpoint import EndpointConfig, ModelEndpoint
 from etude.agents.proxy.external import external_models
@@ -130,6 +131,8 @@ def agent_services(
             url, own_url = options.store, reachable_url(serving.url, str(urlsplit(options.store).hostname))
         asyncio.run(_publish_endpoint(queue, {"base_url": f"{reachable_url(own_url)}/v1", "model": endpoint.model}))
         check = _start_runners(options, agent, queue, keyring, url, directory, stack)
+        if isinstance(agent, HubAgent):
+            check = partial(_check_both, agent.check, check)
         limits = RolloutLimits(options.timeout, options.heartbeat_timeout, max_attempts=1 + run.collect.retries)
         rollouts = RequestedRollouts(
             requested,
@@ -145,6 +148,11 @@ def agent_services(
             ),
         )
         yield AgentServices(rollouts, partial(RemoteRolloutQueue, url, keyring.admin))
+
+
+def _check_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def _chosen_reward(reward: RewardFunction) -> str:

@@ -58,8 +58,8 @@ class CollectionConfig(Config):
         float,
         MAY_CHANGE,
         OnlyWith(
-            "agent.path",
-            lambda agent: agent is None,
+            "has_agents",
+            lambda has_agents: not has_agents,
             "does nothing where an agent plays: `agent.timeout` bounds an attempt, with all its calls. Leave it out.",
         ),
     ] = Field(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, field_validator
 
-from etude.agents.hubs import parse_hub
+from etude.agents.hubs import AGENTS, parse_hub
 from etude.agents.hubs.process import HubSpec
 from etude.chat import Toolbox
 from etude.config import Config, load_object
@@ -19,6 +19,12 @@ from etude.errors import ConfigError, PluginError
 from etude.recipes.collect.hub_python import hub_python
 
 ONLY_WITH_HUB = OnlyWith("env.hub", bool, "is for the environment of a hub, and `env.hub` names none. Leave it out.")
+NOT_WITH_AGENT = OnlyWith(
+    "env.is_agent",
+    lambda is_agent: not is_agent,
+    "does nothing where the hub's own program plays: `agent.timeout` and `agent.max_concurrency` bound its attempts, "
+    "and the hub has options of its own (`env.kwargs`). Leave it out.",
+)
 
 
 class EnvConfig(Config):
@@ -37,8 +43,8 @@ class EnvConfig(Config):
     )
     hub: str | None = Field(
         None,
-        description="environment of a hub, played by a process of its own: gymnasium:Blackjack-v1 or "
-        "trl:my_env.py:Factory",
+        description="environment of a hub, played by a process of its own: gymnasium:Blackjack-v1, "
+        "trl:my_env.py:Factory or verifiers:my_taskset",
     )
     python: Annotated[Path | None, ONLY_WITH_HUB] = Field(
         None, description="Python that has the packages of `env.hub`; null is the hub's own, or this one"
@@ -49,22 +55,22 @@ class EnvConfig(Config):
     memory_mb: Annotated[int | None, MAY_CHANGE, ONLY_WITH_HUB] = Field(
         None, ge=1, description="most megabytes of address space of each of those processes; null sets no limit"
     )
-    max_turns: int = Field(
+    max_turns: Annotated[int, NOT_WITH_AGENT] = Field(
         8,
         ge=1,
         description="most answers in a rollout; larger allows longer episodes, and a rollout that would continue is "
         "truncated",
     )
-    max_tokens: int | None = Field(
+    max_tokens: Annotated[int | None, NOT_WITH_AGENT] = Field(
         None, ge=1, description="most tokens of a rollout, observations included; null is as many as fit"
     )
-    timeout: Annotated[float, MAY_CHANGE] = Field(
+    timeout: Annotated[float, MAY_CHANGE, NOT_WITH_AGENT] = Field(
         60.0,
         gt=0,
         description="seconds that one step of the environment, or one tool call, may take; larger waits longer "
         "for slow ones",
     )
-    max_concurrency: Annotated[int, MAY_CHANGE] = Field(
+    max_concurrency: Annotated[int, MAY_CHANGE, NOT_WITH_AGENT] = Field(
         256, ge=1, description="most rollouts at a time; larger needs more environments at once, others wait"
     )
 
@@ -80,9 +86,14 @@ class EnvConfig(Config):
         return self.path is not None or self.hub is not None
 
     @property
+    def is_agent(self) -> bool:
+        """True if a program of `env.hub` calls the model, as an agent does."""
+        return self.hub is not None and self.hub.partition(":")[0] in AGENTS
+
+    @property
     def is_enabled(self) -> bool:
-        """True if there is an environment or a tool."""
-        return self.has_environment or bool(self.tools)
+        """True if there is an environment or a tool, which the run plays."""
+        return (self.has_environment or bool(self.tools)) and not self.is_agent
 
     @property
     def title(self) -> str:

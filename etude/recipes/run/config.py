@@ -108,7 +108,7 @@ class Run(Recipe, AlgorithmConfig):
         EnvConfig,
         OnlyWith(
             "env",
-            lambda env: env.is_enabled,
+            lambda env: env.is_enabled or env.is_agent,
             "has options, and names neither environment nor tools: they would do nothing. Give `env.path`, "
             "`env.hub` or `env.tools`, or leave them out.",
         ),
@@ -184,7 +184,12 @@ class Run(Recipe, AlgorithmConfig):
     @property
     def is_episodic(self) -> bool:
         """True if rollouts may have several turns."""
-        return self.agent.is_enabled or self.env.is_enabled
+        return self.has_agents or self.env.is_enabled
+
+    @property
+    def has_agents(self) -> bool:
+        """True if agents make the rollouts, and not the run's own engine: those of `agent`, or of a hub."""
+        return self.agent.is_enabled or self.env.is_agent
 
     @property
     def has_greedy_baseline(self) -> bool:

@@ -134,9 +134,9 @@ def read_trace(directory: Path, on_rollout: Callable[[], None] = lambda: None) -
     if not admitted or not attempts:
         raise ConfigError(f"{directory} has not trained a step yet, so there is nothing to simulate. Wait for one.")
     slots = run.rollout.max_concurrency(run.ranks)
-    if not run.agent.is_enabled:
+    if not run.has_agents:
         remove_queueing(attempts, slots)
-    seconds, tokens = to_workloads(attempts, prepares=run.agent.is_enabled)
+    seconds, tokens = to_workloads(attempts, prepares=run.has_agents)
     times = _step_times(directory, len(admitted))
     device = next((session.device for session in read_sessions(directory)[::-1] if session.device), run.device)
     on_cpu = isinstance(run.rollout, TorchEngineConfig) and "cpu" in device.split()
@@ -203,7 +203,7 @@ def find_limit(
     An agent may allow fewer to a runner, and runners may join from elsewhere. So the limit of agents is the number that
     was seen, if more rollouts were waiting.
     """
-    if not agent.is_enabled:
+    if not agent.is_enabled and not env.is_agent:
         return env.max_concurrency if env.is_enabled else None
     allowed = agent.runners * agent.max_concurrency or None
     seen = _most_at_once(attempts)

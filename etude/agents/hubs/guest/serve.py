@@ -12,7 +12,8 @@ Then come requests, each with an answer, in any order:
     {"id": 1, "do": "tasks", "first": 0, "count": 100}           {"id": 1, "result": [{"prompt": …, "seed": 0}, …]}
     {"id": 2, "do": "reset", "session": 7, "task": {…}}          {"id": 2, "result": {"content": …, "tools": […]}}
     {"id": 3, "do": "step", "session": 7, "answer": {…}}         {"id": 3, "result": {"content": …, "reward": 1.0}}
-    {"do": "close", "session": 7}                                no answer
+    {"id": 4, "do": "run", "session": 8, "task": {…}, …}         {"id": 4, "result": {"rewards": {…}, "errors": […]}}
+    {"do": "close", "session": 7}                                no answer; a `run` that still plays ends
                                                                  {"id": 3, "error": "ValueError: …"} where it failed
 
 Each session has a thread of its own. Standard input of an environment is empty, and its standard output goes to
@@ -68,25 +69,30 @@ class Session(threading.Thread):
         super().__init__(daemon=True)
         self._hub = hub
         self._pipe = pipe
+        self._env: Any = None
         self.requests: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
 
     def run(self) -> None:
         """Answer the requests of the rollout, until it is closed."""
-        env = None
         while (request := self.requests.get()) is not None:
             try:
-                if request["do"] == "reset":
-                    env = self._hub.open()
-                    result = env.reset(request["task"])
+                if request["do"] == "step":
+                    result = self._env.step(request["answer"])
                 else:
-                    assert env is not None, "a rollout begins with `reset`"
-                    result = env.step(request["answer"])
+                    self._env = self._hub.open()
+                    result = self._env.run(request) if request["do"] == "run" else self._env.reset(request["task"])
             except BaseException as error:  # SystemExit of an environment is its failure too
                 self._pipe.send(id=request["id"], error=describe(error))
             else:
                 self._pipe.answer(request, result)
-        if env is not None:
-            env.close()
+        if hasattr(self._env, "close"):
+            self._env.close()
+
+    def end(self) -> None:
+        """End the rollout after its current request, which ends at once if the environment can do that."""
+        self.requests.put(None)
+        if hasattr(self._env, "cancel"):
+            self._env.cancel()
 
 
 def describe(error: BaseException) -> str:
@@ -131,11 +137,11 @@ def main(name: str) -> None:
             except Exception as error:
                 pipe.send(id=request["id"], error=describe(error))
             continue
-        if request["do"] == "reset":
+        if request["do"] in ("reset", "run"):
             sessions[request["session"]] = Session(hub, pipe)
             sessions[request["session"]].start()
         if request["do"] == "close":
-            sessions.pop(request["session"]).requests.put(None)
+            sessions.pop(request["session"]).end()
         else:
             sessions[request["session"]].requests.put(request)
     os._exit(0)

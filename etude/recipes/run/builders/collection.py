@@ -95,7 +95,7 @@ class RolloutBuilder:
         run = self.run
         code_changed = bool(inputs.RunInputs(directory, run).code_changed())
         new_client: Callable[[], RolloutQueue] | None = None
-        if run.agent.is_enabled:
+        if run.has_agents:
             requested, new_client = self.start_agents(directory, store, stack, agent, code_changed=code_changed)
             evaluator = self._build_evaluator(self._recorded(requested, directory, store))
         else:
@@ -143,8 +143,12 @@ class RolloutBuilder:
         from etude.store import check_serving_installed
 
         check_serving_installed()
+        from etude.agents.hubs.agent import HubAgent
         from etude.recipes.agents.services import agent_services
 
+        if self.run.env.is_agent:
+            assert self.hub is not None, "its guests run"
+            agent = HubAgent(self.hub)
         services = agent_services(
             self.run,
             self.chat,
@@ -199,7 +203,7 @@ class RolloutBuilder:
         run = self.run
         if not run.data.val:
             return None
-        loader = TaskLoader(run.data, run.env, run.reward, self.chat, for_agents=run.agent.is_enabled)
+        loader = TaskLoader(run.data, run.env, run.reward, self.chat, for_agents=run.has_agents)
         dataset, _ = loader.load("data.val", run.data.val)
         return Evaluator(
             run.evaluate,

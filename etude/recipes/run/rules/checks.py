@@ -65,9 +65,9 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
             "Choose a reward, or `advantage=distillation`."
         )
     yield from idle_options(run)
-    elsewhere = run.env.has_environment or run.agent.is_enabled
+    elsewhere = run.env.has_environment or run.has_agents
     yield from problems_of(_check_metric, run.collect.metric, run.reward, rewards_elsewhere=elsewhere)
-    if not run.agent.is_enabled:
+    if not run.has_agents:
         yield from problems_of(check_turns, run, run.env)
     yield from problems_of(check_batch_columns, run.data.batch_columns, run.required_columns())
     for check in (
@@ -201,7 +201,7 @@ def _check_cores(ranks: int, threads: int) -> list[str]:
 @told_together
 def check_agents(run: Run) -> Iterator[ConfigError]:
     """Refuse runs that agents cannot do, and agent options without an agent."""
-    if not run.agent.is_enabled:
+    if not run.has_agents:
         if run.agent != type(run.agent)():
             yield ConfigError(
                 "`agent` has options, and names no agent: they would do nothing. Give `agent.path=my_agent.py:solve`, "
@@ -212,6 +212,16 @@ def check_agents(run: Run) -> Iterator[ConfigError]:
         yield ConfigError(
             "`agent.path` has an agent make the rollouts, and `env` an environment: one of them would do nothing. "
             "Leave one out; an agent may call any environment itself."
+        )
+    if run.env.is_agent and run.agent.is_enabled:
+        yield ConfigError(
+            f"`env.hub={run.env.hub}` has the hub's program make the rollouts, and `agent.path` another agent. Leave "
+            "one out."
+        )
+    if run.env.is_agent and (run.agent.strategy != "shm" or not run.agent.runners):
+        yield ConfigError(
+            f"`env.hub={run.env.hub}` plays in processes of its own, which `env.workers` counts, and a runner of this "
+            "process calls them. Leave `agent.strategy` out, and give `agent.runners` 1 or more."
         )
     if run.cluster != "local" and isinstance(run.rollout, TorchEngineConfig):
         yield ConfigError(
@@ -235,12 +245,12 @@ def check_agents(run: Run) -> Iterator[ConfigError]:
 def _check_environment(run: Run) -> Iterator[ConfigError]:
     """Refuse an environment that cannot be created, and environment options without one."""
     missing = sorted(run.required_columns() & ENVIRONMENT_COLUMNS)
-    if missing and not run.env.is_enabled and not run.agent.is_enabled:
+    if missing and not run.env.is_enabled and not run.has_agents:
         yield ConfigError(
             f"This algorithm needs the column `{missing[0]}`: the states in which turns began, which an environment "
             "provides. Give one with `env.path`, `env.hub` or `env.tools`, or choose another advantage."
         )
-    if not run.env.has_environment and not run.agent.is_enabled and not run.reward.scores_answers:
+    if not run.env.has_environment and not run.has_agents and not run.reward.scores_answers:
         yield ConfigError(
             "`reward=environment` leaves rewards to the environment, and there is none that gives rewards. Give one "
             "with `env.path` or `env.hub`, or choose a reward."

@@ -1,0 +1,71 @@
+"""The program of a hub as an agent: it plays an attempt by calls of the model endpoint, as its authors wrote it."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from etude.agents.agent import LLM, Agent, CallSignature
+from etude.agents.hubs.pool import HubPool
+from etude.errors import EnvError, GuestLostError, HubError
+from etude.records import Outcome, Task
+from etude.store.queue.rollout_queue import AttemptReport
+
+
+class HubAgent(Agent):
+    """Has the guests of a run play its attempts. It belongs to the process that started them."""
+
+    def __init__(self, pool: HubPool) -> None:
+        self._pool = pool
+
+    def __copy__(self) -> Self:
+        return self  # all runners of this process share the guests
+
+    @property
+    def title(self) -> str:
+        return self._pool.spec.title
+
+    def call_signature(self) -> CallSignature:
+        return CallSignature(("task", "llm"), is_async=True)
+
+    def check(self) -> None:
+        """Raise the error that ended the guests, if no other will begin."""
+        if self._pool.failure is not None:
+            raise self._pool.failure
+
+    async def run(self, task: Task, llm: LLM) -> AttemptReport:
+        """Have a guest play one attempt. A cancelled attempt is cancelled there too."""
+        pool = self._pool
+        try:
+            guest, session = await pool.call(pool.take())
+            try:
+                ended = await pool.call(
+                    guest.ask(
+                        "run",
+                        session=session,
+                        task=dict(task.fields),
+                        base_url=llm.base_url,
+                        api_key=llm.api_key,
+                        model=llm.model,
+                    )
+                )
+            finally:
+                await pool.call(pool.release(guest, session))
+        except (GuestLostError, EnvError) as error:
+            return AttemptReport(Outcome.INFRA_ERROR, str(error))
+        except HubError as error:
+            return AttemptReport(Outcome.FAILED, f"{self.title} failed: {error}")
+        return self._read(ended)
+
+    def _read(self, ended: Any) -> AttemptReport:
+        """Return the report that a guest's answer is."""
+        if not isinstance(ended, dict) or not ended.keys() >= {"rewards", "errors", "timed_out"}:
+            return AttemptReport(
+                Outcome.FAILED, f"{self.title} gave {str(ended)[:200]!r}, which is no end of a rollout."
+            )
+        error = f"{self.title} ended with errors. {' '.join(ended['errors'])}"
+        if ended["timed_out"]:
+            return AttemptReport(Outcome.TIMED_OUT, error)
+        if ended["errors"]:
+            return AttemptReport(Outcome.FAILED, error)
+        truncated = bool(ended.get("truncated"))
+        return AttemptReport(Outcome.SUCCEEDED, reward=ended["rewards"] or None, truncated=truncated)
