@@ -90,6 +90,11 @@ class TorchEngineConfig(RolloutConfig):
         description="in bf16, on a CPU with bf16 products: keep the weights in its layout too: faster, same answers",
     )
 
+    static_steps: bool | None = Field(
+        None,
+        description="launch a step before the tokens of the last one are read: faster on a GPU, not on a CPU; null: on "
+        "a GPU, unless `deterministic` gives a request the same result in every batch",
+    )
     threads: int | None = Field(
         None,
         ge=1,

@@ -59,9 +59,9 @@ class FilterParameters:
                 ban_end[row] = prompt_lengths[row] + state.sampling.min_tokens
         return cls(
             top_k=torch.tensor([each.top_k for each in settings]),
-            top_p=torch.tensor([each.top_p for each in settings]),
-            log_min_p=torch.tensor([math.log(each.min_p) if each.min_p > 0 else -math.inf for each in settings]),
-            penalty=torch.tensor([each.repetition_penalty for each in settings]),
+            top_p=_column([each.top_p for each in settings]),
+            log_min_p=_column([math.log(each.min_p) if each.min_p > 0 else -math.inf for each in settings]),
+            penalty=_column([each.repetition_penalty for each in settings]),
             seen=_seen_tokens(states, vocab_size),
             biased_ids=biased_ids,
             bias=bias,
@@ -102,7 +102,7 @@ class DrawParameters:
         """Return the parameters of requests, of which each `can_draw_on_device`."""
         return cls(
             seeds=torch.tensor([_as_signed(state.seed) for state in states]),
-            temperature=torch.tensor([state.sampling.temperature for state in states]),
+            temperature=_column([state.sampling.temperature for state in states]),
             filters=FilterParameters.of(states, prompt_lengths, vocab_size),
         )
 
@@ -154,9 +154,9 @@ def can_draw_on_device(state: SamplingState) -> bool:
     )
 
 
-def needs_filters(state: SamplingState) -> bool:
-    """Return true if a request's rows have more than a temperature."""
-    return state.cut or state.needs_adjustment or state.sampling.min_tokens > 0
+def needs_filters(state: SamplingState, generated: int) -> bool:
+    """Return true if a request's next token, after so many, is drawn by more than a temperature."""
+    return state.cut or state.needs_adjustment or generated < state.sampling.min_tokens
 
 
 def draw(logits: Tensor, parameters: DrawParameters, positions: Tensor) -> Drawn:
@@ -254,6 +254,10 @@ def _finish(value: Tensor) -> Tensor:
 def _shift_right(value: Tensor, by: int) -> Tensor:
     """Shift as unsigned integers are shifted: zeros come in."""
     return (value >> by) & ((1 << (64 - by)) - 1)
+
+
+def _column(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _as_signed(value: int) -> int:

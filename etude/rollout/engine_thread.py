@@ -74,13 +74,17 @@ class EngineCommands:
         except TimeoutError:
             return _late_result(future)
 
-    def run_pending(self, has_work: Callable[[], bool], on_idle: Callable[[], None]) -> bool:
-        """Run the queued commands; wait for one if there is no work. Return False after `close`."""
+    def run_pending(
+        self, has_work: Callable[[], bool], before: Callable[[], None], on_idle: Callable[[], None]
+    ) -> bool:
+        """Run the queued commands, after `before`; wait for one if there is no work. Return False after `close`."""
         with self._changed:
             while not (self._commands or self._closed or has_work()):
                 on_idle()
                 self._changed.wait()
             count, closed = len(self._commands), self._closed
+        if count:
+            before()
         for _ in range(count):
             command, futures = self._commands.popleft()
             try:

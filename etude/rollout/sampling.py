@@ -180,14 +180,14 @@ def sample_tokens(
     unmodified = [row for row, state in enumerate(states) if state.is_unmodified(generated[row])]
     if len(unmodified) == len(states):
         ids, probabilities = _sample_unmodified(logits, uniform)
-        return SampledTokens(ids.tolist(), log_probs := _log_probabilities(probabilities), log_probs, {}, {}, {})
+        return SampledTokens(ids.tolist(), log_probs := log_probabilities(probabilities), log_probs, {}, {}, {})
     adjusted = sorted(set(range(len(states))) - set(unmodified))
     ids = torch.empty(len(states), dtype=torch.int64, device=logits.device)
     logp, raw_logp = torch.empty(2, len(states), device=logits.device)
     if unmodified:
         index = torch.tensor(unmodified, device=logits.device)
         ids[index], probabilities = _sample_unmodified(logits[index], uniform[index])
-        logp[index] = raw_logp[index] = torch.tensor(_log_probabilities(probabilities), device=logits.device)
+        logp[index] = raw_logp[index] = torch.tensor(log_probabilities(probabilities), device=logits.device)
     index = torch.tensor(adjusted, device=logits.device)
     rows = _AdjustedRows(logits[index].float(), [states[row] for row in adjusted], [generated[row] for row in adjusted])
     ids[index], logp[index], raw_logp[index] = rows.sample(uniform[index])
@@ -203,7 +203,7 @@ def _sample_unmodified(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]
     return ids, probabilities.gather(1, ids[:, None])[:, 0]
 
 
-def _log_probabilities(probabilities: Tensor) -> list[float]:
+def log_probabilities(probabilities: Tensor) -> list[float]:
     """Return their logarithms, rounded to float32; nan for a probability that is not positive."""
     exact = [math.log(probability) if probability > 0 else math.nan for probability in probabilities.tolist()]
     rounded: list[float] = np.array(exact, dtype=np.float32).tolist()
@@ -256,7 +256,7 @@ class _AdjustedRows:
         chosen = torch.where(certain, 1.0, probabilities.gather(1, ids[:, None])[:, 0])
         return (
             ids,
-            self._column(_log_probabilities(chosen)),
+            self._column(log_probabilities(chosen)),
             torch.log_softmax(self.raw, -1).gather(1, ids[:, None])[:, 0],
         )
 

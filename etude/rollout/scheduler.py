@@ -71,6 +71,11 @@ class SchedulerStats:
     finished: int = 0
     preemptions: int = 0
     restarts: int = 0
+    static_steps: int = 0
+    rows_in_vain: int = 0
+    """Rows of static steps whose request had ended."""
+    host_seconds: float = 0.0
+    """Seconds of static steps in which the host did not wait for the device."""
 
     def metrics(self) -> Metrics:
         """Return the counts, and the rates that follow from them."""
@@ -84,6 +89,9 @@ class SchedulerStats:
                 "engine/requests_restarted": Sum.of(self.restarts),
                 "engine/cache_hit_rate": Mean.over(self.cached_tokens, self.prompt_tokens),
                 "engine/new_tokens_per_step": Mean.over(self.new_tokens, self.steps),
+                "engine/static_steps": Sum.of(self.static_steps),
+                "engine/rows_in_vain": Sum.of(self.rows_in_vain),
+                "engine/host_ms": Mean.over(1000 * self.host_seconds, self.static_steps),
             }
         )
 
@@ -158,6 +166,20 @@ class Scheduler:
         """True if `schedule` would return work."""
         return bool(self.running) or bool(self.waiting and self._may_begin(self.waiting[0]))
 
+    @property
+    def starts_next(self) -> bool:
+        """True if the next step begins a waiting request, which has a slot and enough blocks then."""
+        if not self.waiting or len(self.running) >= min(self.max_num_seqs, self.blocks.available):
+            return False
+        request = self.waiting[0]
+        if not self._may_begin(request):
+            return False
+        size, length = self.blocks.size, request.length
+        cached_blocks, _ = self.blocks.match_prefix(request.tokens[:length], (length - 1) // size)
+        starts = -(-length // size) - len(cached_blocks) + len(self.running) <= self.blocks.available
+        self.blocks.release(cached_blocks)
+        return starts
+
     def hold_new(self, hold: bool) -> None:
         """Begin no request that has not begun before, until this is called with False."""
         self._holds_new = hold
@@ -202,7 +224,7 @@ class Scheduler:
             if count > 1:
                 count = self._end(request, request.computed, budget) - request.computed
                 budget -= count
-            if count and self._allocate_blocks(request, request.computed + count):
+            if count and self.grow(request, request.computed + count):
                 works.append(self._make_work(request, request.computed, request.computed + count))
             index += 1
         first_works: dict[bytes, ScheduledWork] = {}
@@ -235,6 +257,28 @@ class Scheduler:
             if work.states.kept != NO_SLOT:
                 self.blocks.states.keep(work.states.node, work.states.kept)
 
+    def grow(self, request: Request, length: int) -> bool:
+        """Allocate blocks for so many tokens to a running request; preempt those that started after it if needed."""
+        while len(request.blocks) * self.blocks.size < length:
+            if self.blocks.available:
+                self._append_block(request, self.blocks.allocate())
+                continue
+            last = self.running[-1]
+            self._release_request(last)
+            self.waiting.appendleft(last)
+            self.stats.preemptions += 1
+            if last is request:
+                return False
+        return True
+
+    def mark_computed(self, request: Request, length: int) -> None:
+        """Record that the cache holds the keys and values of the first `length` tokens, and register the full blocks.
+
+        It is for steps that are computed without a `ScheduledWork`, by a model without states.
+        """
+        self._register_filled(request, length)
+        request.computed = length
+
     def finish(self, request: Request) -> None:
         """Remove a running request that has finished."""
         self.stats.finished += 1
@@ -244,6 +288,12 @@ class Scheduler:
         self, request: Request, start: int, stop: int, duplicate_of: ScheduledWork | None = None
     ) -> ScheduledWork:
         """Create the work, and register the blocks that it fills at once, for other requests in the same step."""
+        states = self._register_filled(request, stop)
+        request.state_slot = request.slot
+        return ScheduledWork(request, start, stop, duplicate_of, states)
+
+    def _register_filled(self, request: Request, stop: int) -> StateWork:
+        """Register the blocks that the first `stop` tokens of a context fill. Return its states."""
         size, states = self.blocks.size, StateWork(request.state_slot)
         border = request.prompt_length // self._unit * self._unit
         if request.version == self.version:
@@ -254,8 +304,7 @@ class Scheduler:
                     kept = self.blocks.states.reserve(request.node)
                     states = StateWork(request.state_slot, kept, border, request.node)
             request.registered_blocks = max(request.registered_blocks, stop // size)
-        request.state_slot = request.slot
-        return ScheduledWork(request, start, stop, duplicate_of, states)
+        return states
 
     def _end(self, request: Request, start: int, budget: int) -> int:
         """Return where the next work of a context ends, which begins at `start` and has at most `budget` tokens."""
@@ -303,20 +352,6 @@ class Scheduler:
         self.stats.prompt_tokens += length
         self.stats.cached_tokens += start
         return start
-
-    def _allocate_blocks(self, request: Request, length: int) -> bool:
-        """Allocate blocks for so many tokens to a running request; preempt those that started after it if needed."""
-        while len(request.blocks) * self.blocks.size < length:
-            if self.blocks.available:
-                self._append_block(request, self.blocks.allocate())
-                continue
-            last = self.running[-1]
-            self._release_request(last)
-            self.waiting.appendleft(last)
-            self.stats.preemptions += 1
-            if last is request:
-                return False
-        return True
 
     def _append_block(self, request: Request, block: int) -> None:
         self.table[request.slot, len(request.blocks)] = block

@@ -1,6 +1,6 @@
 """The embedded inference engine: continuous batching over the very model that is trained.
 
-One thread owns all state and runs one loop: run the queued commands, then `_step`: schedule, compute, sample. All other
+One thread owns all state and runs one loop: run the queued commands, then a step: schedule, compute, sample. All other
 callers (coroutines on any event loop, or plain threads) queue a command and wait for a future. So no state is shared,
 and `pause`, `update_weights` and `abort` never interrupt a step.
 
@@ -33,28 +33,15 @@ from torch import Tensor
 
 from etude.errors import ConfigError, EngineError
 from etude.models import EngineModel, Model
-from etude.observe import Last, Metrics, Min, Sum, get_logger
+from etude.observe import Metrics, Sum, get_logger
 from etude.records import Completion, SamplingParams
-from etude.rollout.batch_invariance import (
-    UNPADDED_SHAPES,
-    ProductShapes,
-    find_batch_invariant_shapes,
-    max_context_padding,
-)
-from etude.rollout.block_pool import BlockPool, KeptStates
 from etude.rollout.config import TorchEngineConfig
-from etude.rollout.engine_thread import (
-    EngineCommands,
-    WeightCopy,
-    release_omp_workers,
-    return_unused_memory,
-    to_engine_error,
-)
-from etude.rollout.kv_cache import count_blocks, count_slots
+from etude.rollout.engine_steps import EngineSteps
+from etude.rollout.engine_thread import EngineCommands, WeightCopy, release_omp_workers, to_engine_error
 from etude.rollout.request import Delta, Request, check_request
-from etude.rollout.sampling import sample_tokens
-from etude.rollout.scheduler import Scheduler, SchedulerStats
-from etude.rollout.step_batch import EngineCaches, StepBatch
+from etude.rollout.sampling import SampledTokens
+from etude.rollout.scheduler import Scheduler
+from etude.rollout.step_pipeline import DrawnTokens
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -83,17 +70,14 @@ class TorchEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
-        self._num_blocks = count_blocks(model, config)
-        self._cache: EngineCaches | None = self._allocate()
+        self._steps = EngineSteps(model, config, version=version)
         self._resident = EngineModel(model, merge=merge, prepack=config.prepack)
-        self._scheduler = self._new_scheduler(version)
         self._commands = EngineCommands()
         self._paused = False
         self._finished: Future[None] = Future()
         """Done once no request runs, while none begins before new weights."""
         self._broken: EngineError | None = None
-        self._shapes: ProductShapes | None = None
-        self._busy = self._peak_cache_usage = 0.0
+        self._busy = 0.0
         self._thread = threading.Thread(target=self._loop, name="etude-engine", daemon=True)
         self._thread.start()
 
@@ -107,7 +91,7 @@ class TorchEngine:
     @property
     def exact(self) -> bool:
         """True if a request gets the same bits in every batch; known after the first step."""
-        return self._shapes is not None and self._shapes.batch_invariant
+        return self._steps.exact
 
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
@@ -232,9 +216,12 @@ class TorchEngine:
     ) -> Request:
         """Return a request; raise if it cannot be computed."""
         ids = np.asarray(prompt, dtype=np.int32)
-        model, cache_tokens = self.model, self._num_blocks * self.config.block_size
         check_request(
-            ids, sampling, vocab_size=model.vocab_size, context_length=model.context_length, cache_tokens=cache_tokens
+            ids,
+            sampling,
+            vocab_size=self.model.vocab_size,
+            context_length=self.model.context_length,
+            cache_tokens=self._steps.cache_tokens,
         )
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("An engine without a tokenizer cannot look for stop strings: give stop_ids instead.")
@@ -259,6 +246,10 @@ class TorchEngine:
         if unfinished:
             with suppress(EngineError):  # an engine that has ended has dropped them
                 self._commands.submit(lambda: [self._scheduler.remove(request) for request in unfinished])
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self._steps.scheduler
 
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
@@ -285,21 +276,30 @@ class TorchEngine:
 
         If the step fails, all requests get the error, and the cache is allocated again.
         """
-        is_open = self._commands.run_pending(self._has_work, release_omp_workers)
+        is_open = self._commands.run_pending(self._has_work, self._read_launched, release_omp_workers)
         if self._has_work() and is_open:
-            start = time.perf_counter()
-            try:
-                self._step()
-            except Exception as error:
-                self._fail_all(to_engine_error(error, self.config))
-                self._cache = self._allocate()  # values that are not finite must not stay behind the end of later keys
-            self._busy += time.perf_counter() - start
+            self._append(self._steps.run(self._resident))
         if not (self._finished.done() or self._scheduler.has_started_requests):
             self._finished.set_result(None)
         return is_open
 
+    def _read_launched(self) -> None:
+        """Wait for the steps under way, before something else changes the requests or the weights."""
+        self._append(self._steps.read_launched())
+
+    def _append(self, steps: Iterator[DrawnTokens]) -> None:
+        """Compute steps and append their tokens. If one fails, all requests get the error."""
+        start = time.perf_counter()
+        try:
+            for drawn in steps:
+                self._finish(drawn.requests, drawn.sampled)
+        except Exception as error:
+            self._fail_all(to_engine_error(error, self.config))
+            self._steps.recover()
+        self._busy += time.perf_counter() - start
+
     def _has_work(self) -> bool:
-        return not self._paused and self._scheduler.has_work
+        return not self._paused and self._steps.has_work
 
     def _hold_new(self) -> Future[None]:
         """Begin no more requests. The future is done once none runs any more."""
@@ -310,36 +310,9 @@ class TorchEngine:
         self._finished.set_running_or_notify_cancel()
         return self._finished
 
-    def _step(self) -> None:
-        """Compute one token for each generating request, and a chunk of the prompt for the others."""
-        scheduler, cache = self._scheduler, self._cache
-        assert cache is not None, "an engine that sleeps has no work"
-        shapes = self._shapes = self._shapes or self._find_shapes()
-        works = scheduler.schedule(shapes.rows.max_tokens)
-        batch = StepBatch(cache, works, scheduler.table, shapes)
-        hidden = batch.compute_hidden(self._resident.model)
-        scheduler.advance(works)
-        requests = [work.request for work in batch.sampled]
-        rows = shapes.rows.logit_rows(self.model.vocab_size)
-        for start in range(0, len(requests), rows):
-            part = requests[start : start + rows]
-            self._finish(part, self.model.logits(hidden[batch.last_rows[start : start + rows]])[: len(part)])
-        self._peak_cache_usage = max(self._peak_cache_usage, scheduler.blocks.in_use / scheduler.blocks.count)
-
-    def _find_shapes(self) -> ProductShapes:
-        """Return the shapes of the products. Called before the first step, as divided weights may be absent earlier."""
-        needed = self.config.deterministic and self.model.dtype == torch.float32 and self._scheduler.keeps_to_chunks
-        return find_batch_invariant_shapes(self._resident.model) if needed else UNPADDED_SHAPES
-
-    def _finish(self, requests: list[Request], logits: Tensor) -> None:
-        """Draw each request's next token, and complete the requests that finish."""
+    def _finish(self, requests: Sequence[Request], sampled: SampledTokens) -> None:
+        """Append each request's token, and complete the requests that finish."""
         scheduler = self._scheduler
-        sampled = sample_tokens(
-            logits,
-            [request.sampling_state for request in requests],
-            [request.generated for request in requests],
-            [request.length for request in requests],
-        )
         if math.isnan(sum(sampled.raw_logp)):
             raise EngineError("The model's logits are not numbers. Its weights have diverged, or do not fit its dtype.")
         scheduler.stats.new_tokens += len(requests)
@@ -363,7 +336,7 @@ class TorchEngine:
         for request in requests:
             if self._broken is not None:
                 request.fail(self._broken)
-            elif self._cache is None:
+            elif self._steps.cache is None:
                 request.fail(EngineError("The engine is asleep: call wake() before you send requests."))
             else:
                 self._scheduler.add(request)
@@ -386,15 +359,12 @@ class TorchEngine:
         under_way = len(self._scheduler.running) + len(self._scheduler.waiting)
         if under_way:
             raise EngineError(f"The engine cannot sleep while {under_way} requests are under way: await or abort them.")
-        self._cache = None
         self._resident.clear()
-        return_unused_memory(self.model.device)
+        self._steps.clear()
 
     def _wake(self) -> None:
-        if self._cache is None:
-            return_unused_memory(self.model.device)  # many small blocks of an update leave no room for a large one
-            self._cache = self._allocate()
-            self._scheduler = self._new_scheduler(self._scheduler.version, self._scheduler.stats)
+        if self._steps.cache is None:
+            self._steps.restart()
             self._resident.refresh()
 
     def _update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -409,49 +379,14 @@ class TorchEngine:
             raise
         if copy.has_begun:
             self._broken = None
-        if self._shapes is not None and not self._shapes.tested:
-            self._shapes = None
         self._scheduler.set_version(version, self.config.running, self.config.kv)
-        if self._cache is not None:
+        if self._steps.cache is not None:
             self._resident.refresh(frozen=copy.is_whole)
+        self._steps.renew(self._resident)
 
     def _stats(self) -> Metrics:
-        scheduler = self._scheduler
-        metrics = scheduler.stats.metrics()
-        metrics.add("engine/running", Last.of(len(scheduler.running)))
-        metrics.add("engine/waiting", Last.of(len(scheduler.waiting)))
-        metrics.add("engine/cache_used", Last.of(self._peak_cache_usage))
+        metrics = self._steps.pop_metrics()
         metrics.add("engine/busy_seconds", Sum.of(self._busy))
-        if self._shapes is not None:
-            metrics.add("engine/exact", Min.of(int(self.exact)))
         metrics.merge(self._resident.pop_merge_metrics())
-        scheduler.stats = SchedulerStats()
-        self._busy = self._peak_cache_usage = 0.0
+        self._busy = 0.0
         return metrics
-
-    def _allocate(self) -> EngineCaches:
-        try:
-            return EngineCaches(
-                self.model,
-                blocks=self._num_blocks,
-                size=self.config.block_size,
-                max_num_seqs=self.config.max_num_seqs,
-            )
-        except RuntimeError as error:
-            raise to_engine_error(error, self.config) from error
-
-    def _new_scheduler(self, version: int, stats: SchedulerStats | None = None) -> Scheduler:
-        max_num_seqs = self.config.max_num_seqs
-        kept = KeptStates(range(max_num_seqs, count_slots(max_num_seqs)))
-        scheduler = Scheduler(
-            BlockPool(self._num_blocks, self.config.block_size, kept),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_total_tokens=min(self.model.context_length, self._num_blocks * self.config.block_size)
-            + max_context_padding(self.config.block_size),
-            has_states=self.model.state_bytes > 0,
-            replays=self.config.deterministic,
-        )
-        scheduler.version = version
-        scheduler.stats = stats or scheduler.stats
-        return scheduler

@@ -24,9 +24,12 @@ from etude.rollout.sglang import RESERVED_TOKENS
 from tests.rollout.engines import Ids, logits_of, logp_under
 from tests.served import CONTEXT, bring, on
 
-EXACT = {"embedded": 2e-4, "vllm": 2e-3, "sglang": 2e-3}
+EXACT = {"embedded": 2e-4, "one step ahead": 2e-4, "vllm": 2e-3, "sglang": 2e-3}
 """The largest difference between the log-probs of a float32 engine and those of the model."""
-ENGINES = ["embedded", pytest.param("vllm", marks=on("vllm")), pytest.param("sglang", marks=on("sglang"))]
+AHEAD = {"static_steps": True, "deterministic": False}
+"""The options with which the embedded engine launches a step before it reads the one before."""
+SERVERS = [pytest.param("vllm", marks=on("vllm")), pytest.param("sglang", marks=on("sglang"))]
+ENGINES = ["embedded", pytest.param("one step ahead", marks=pytest.mark.slow), *SERVERS]
 
 
 @dataclass
@@ -58,9 +61,10 @@ def case(request: pytest.FixtureRequest, served_models: tuple[Path, Path]) -> It
     """An engine with the first model, as version 0."""
     model, other = (load(directory, dtype=torch.float32) for directory in served_models)
     tokenizer, kind = Tokenizer.load(served_models[0]), str(request.param)
-    if kind == "embedded":
+    if kind in ("embedded", "one step ahead"):
         copy = load(served_models[0], dtype=torch.float32)
-        with TorchEngine(copy, tokenizer, TorchEngineConfig(kv_gib=0.01, max_num_seqs=32)) as embedded:
+        more = AHEAD if kind == "one step ahead" else {}
+        with TorchEngine(copy, tokenizer, TorchEngineConfig(kv_gib=0.01, max_num_seqs=32, **more)) as embedded:
             yield EngineCase(kind, embedded, model, other, tokenizer, served_models)
         return
     engine: ServerPool = request.getfixturevalue(f"{kind}_server")
@@ -318,7 +322,7 @@ def test_an_engine_reports_its_metrics(case: EngineCase) -> None:
     assert metrics["engine/new_tokens"] == 20 and metrics["engine/finished"] == 5 and metrics["engine/busy_seconds"] > 0
 
 
-@pytest.mark.parametrize("case", ENGINES[1:], indirect=True)
+@pytest.mark.parametrize("case", SERVERS, indirect=True)
 def test_a_server_reports_its_load(case: EngineCase) -> None:
     assert isinstance(case.engine, ServerPool)
 
@@ -332,7 +336,7 @@ def test_a_server_reports_its_load(case: EngineCase) -> None:
     assert running == 0 and version.startswith({"vllm": "0.32", "sglang": "0.5.23"}[case.kind])
 
 
-@pytest.mark.parametrize("case", ENGINES[1:], indirect=True)
+@pytest.mark.parametrize("case", SERVERS, indirect=True)
 def test_a_server_requires_a_key_that_its_log_does_not_show(case: EngineCase) -> None:
     assert isinstance(case.engine, ServerPool)
     address, log = case.engine.servers[0].address, case.engine.replicas[0]._process.log

@@ -43,7 +43,10 @@ DRAWN = SamplingParams(max_tokens=TOKENS, seed=3, logit_bias={1: -100.0})
 """Sampling that a tokenizer's end token does not end early."""
 SIZES = {"num_attention_heads": 1, "hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 512}
 SCRIPTED = [pytest.param(f"scripted {kind}", marks=pytest.mark.slow) for kind in ("vllm", "sglang")]
-IN_MEMORY = [pytest.param("embedded", marks=pytest.mark.slow), *SCRIPTED]
+AHEAD = OPTIONS.model_copy(update={"static_steps": True, "deterministic": False})
+"""With these the embedded engine launches a step before it reads the one before."""
+EMBEDDED = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("embedded", "one step ahead")]
+IN_MEMORY = [*EMBEDDED, *SCRIPTED]
 REAL = [pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")]
 Truth = Callable[[Ids, Completion, int, int], NDArray[np.float32]]
 
@@ -99,6 +102,8 @@ def make(request: pytest.FixtureRequest, served_models: tuple[Path, Path], tmp_p
     kind = str(request.param)
     if kind == "embedded":
         return partial(embedded, request.getfixturevalue("fresh_engines"), served_models)
+    if kind == "one step ahead":
+        return partial(embedded, request.getfixturevalue("fresh_engines"), served_models, options=AHEAD, tolerance=1e-4)
     if kind.startswith("scripted"):
         request.getfixturevalue("monkeypatch").setattr("etude.rollout.server_pool.CHECK_INTERVAL", 0.05)
         return partial(scripted, kind.split()[1], tmp_path)
@@ -116,8 +121,10 @@ def embedded(
     running: RunningPolicy = "continue",
     kv: KvPolicy = "keep",
     timeout: float = 300.0,
+    options: TorchEngineConfig = OPTIONS,
+    tolerance: float = 0.0,
 ) -> Iterator[Case]:
-    options = OPTIONS.model_copy(update={"running": running, "kv": kv, "update_timeout": timeout})
+    options = options.model_copy(update={"running": running, "kv": kv, "update_timeout": timeout})
 
     def publish(place: int, version: int) -> None:
         weights = [(name, weight.detach()) for name, weight in fresh_engines[place].model.named_weights()]
@@ -131,7 +138,7 @@ def embedded(
         return fresh.raw_logp
 
     with TorchEngine(load(directories[0], dtype=torch.float32), None, options) as engine:
-        yield Case(engine, publish, truth, 0.0)
+        yield Case(engine, publish, truth, tolerance)
 
 
 def directory_of(directory: Path, weights: int) -> Path:

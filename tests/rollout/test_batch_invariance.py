@@ -23,7 +23,7 @@ from etude.models import LoraAdapterConfig, Model, adapt
 from etude.models.states import Recurrence, Rows, SlotMemory, StateTree
 from etude.observe import configure_logging
 from etude.records import SamplingParams
-from etude.rollout import batch_invariance, torch_engine
+from etude.rollout import batch_invariance, engine_steps
 from etude.rollout.batch_invariance import (
     ATTENTION_PADDINGS,
     ROW_PADDINGS,
@@ -107,7 +107,7 @@ def test_shapes_for_other_processors_compute_the_same(
     shapes: ProductShapes, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They hold here too, and are as near to the model; blocks need not divide their sizes."""
-    monkeypatch.setattr(torch_engine, "find_batch_invariant_shapes", lambda _: shapes)
+    monkeypatch.setattr(engine_steps, "find_batch_invariant_shapes", lambda _: shapes)
     model = model_of()
     with engine_of(model, block_size=block_size, max_num_seqs=5) as engine:
         assert batches_match(engine) or find_batch_invariant_shapes(model) != USUAL_SHAPES
@@ -210,4 +210,4 @@ def test_nothing_is_claimed_unless_a_float32_engine_is_deterministic() -> None:
     for model, deterministic in ((model_of(), False), (model_of().copy(dtype=torch.bfloat16), True)):
         with engine_of(model, deterministic=deterministic) as engine:
             batches_match(engine)
-            assert engine._shapes == UNPADDED_SHAPES and not engine.exact
+            assert engine._steps._shapes == UNPADDED_SHAPES and not engine.exact

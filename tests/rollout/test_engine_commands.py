@@ -19,7 +19,7 @@ def worked(inbox: EngineCommands) -> Iterator[None]:
     """Start a thread that executes commands until the queue is closed."""
 
     def loop() -> None:
-        while inbox.run_pending(lambda: False, lambda: None):
+        while inbox.run_pending(lambda: False, lambda: None, lambda: None):
             pass
 
     thread = threading.Thread(target=loop)

@@ -36,7 +36,7 @@ KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7, "top_k": 20, "logit_bias": {3: 1.0}},
     {"repetition_penalty": 1.5, "min_tokens": 4, "stop_ids": (1, 2)},
-    {"temperature": 0.0},
+    {"temperature": 0},
 ]
 
 
@@ -89,7 +89,7 @@ class Stepper:
         new_blocks = []
         for request in self.requests:
             before = len(request.blocks)
-            assert self.scheduler._allocate_blocks(request, request.length)
+            assert self.scheduler.grow(request, request.length)
             new_blocks += [NewBlock(request.slot, at, request.blocks[at]) for at in range(before, len(request.blocks))]
         if new_blocks:
             self.state.grow(new_blocks)

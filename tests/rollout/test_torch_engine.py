@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Coroutine
@@ -18,7 +17,7 @@ import torch
 
 from etude.errors import ConfigError, DataError, EngineError
 from etude.records import Completion, SamplingParams
-from etude.rollout import batch_invariance, torch_engine
+from etude.rollout import batch_invariance, engine_steps, torch_engine
 from etude.rollout.request import Delta
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 from tests.rollout.engines import V, during_step, engine_of, logp_under, model_of, prompt_of, same, words
@@ -246,8 +245,9 @@ def test_unused_memory_is_returned_after_sleep_and_before_wake(monkeypatch: pyte
     """A server or the trainer gets what the cache took, and the cache finds room in one piece."""
     with engine_of(kv_gib=0.05) as engine:
         seen: list[tuple[str, bool]] = []
-        module = sys.modules[TorchEngine.__module__]
-        monkeypatch.setattr(module, "return_unused_memory", lambda d: seen.append((d.type, engine._cache is None)))
+        monkeypatch.setattr(
+            engine_steps, "return_unused_memory", lambda d: seen.append((d.type, engine._steps.cache is None))
+        )
         run(engine.sleep())
         run(engine.wake())
         assert seen == [("cpu", True)] * 2
@@ -439,7 +439,7 @@ def test_an_engine_that_cannot_recover_fails_all_requests_and_refuses_the_next()
         raise RuntimeError("the device is lost")
 
     with engine_of() as engine:
-        engine.model.hidden = engine._allocate = lost  # type: ignore[method-assign]
+        engine.model.hidden = engine._steps.recover = lost  # type: ignore[method-assign]
 
         async def main() -> list[Any]:
             requests = [engine.generate(prompt_of(5), SamplingParams(max_tokens=3)) for _ in range(2)]

@@ -139,11 +139,11 @@ def test_an_engine_sleeps_during_updates(tmp_path: Path) -> None:
                 with_offload(worker._learner)
                 run.learners.free_engine_memory = lambda run=run: run.loop.run(run.engine.sleep())  # type: ignore[misc]
             worker._learner._backend.optimizer._adam.register_step_pre_hook(
-                lambda *_, engine=run.engine, asleep=asleep: asleep.append(engine._cache is None)  # type: ignore[misc]
+                lambda *_, engine=run.engine, asleep=asleep: asleep.append(engine._steps.cache is None)  # type: ignore[misc]
             )
             run_loop(run)
             assert isinstance(run.engine, TorchEngine)
-            assert asleep == [offloads] * 2 and run.engine._cache is not None
+            assert asleep == [offloads] * 2 and run.engine._steps.cache is not None
             results.append(weights(worker._learner))
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 

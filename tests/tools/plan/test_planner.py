@@ -139,7 +139,7 @@ def test_the_planned_memory_of_keys_and_states_is_the_engines(tmp_path: Path) ->
     engine = TorchEngine(model, None, embedded)
     with engine:
         engine.generate_all([np.arange(8, dtype=np.int32)], [SamplingParams(max_tokens=2)])
-        caches = engine._cache
+        caches = engine._steps.cache
         assert caches is not None
         keys, states = [cache.memory for cache in caches.kv], caches.state_memory()
     held = sum(memory.nbytes for memory in states)
