@@ -316,8 +316,15 @@ class PPOTrainer:
     def _score(self, trajectories: Trajectories, rewards: NDArray[np.float64]) -> list[ScoredRollout]:
         scored: list[ScoredRollout] = []
         for index, (task, turn) in enumerate(zip(trajectories.tasks, trajectories.turns, strict=True)):
-            id, truncated = self._step * len(trajectories) + index, turn.completion.finish_reason == "length"
-            rollout = Rollout(id, task.ordinal, task.ordinal, float(rewards[index]), truncated=truncated)
+            id = self._step * len(trajectories) + index
+            rollout = Rollout(
+                id,
+                task.ordinal,
+                task.ordinal,
+                float(rewards[index]),
+                truncated=turn.completion.finish_reason == "length",
+                source=task.source,
+            )
             scored.append(ScoredRollout.from_samples(build_samples([turn], id), rollout))
         return scored
 

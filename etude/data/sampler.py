@@ -35,6 +35,10 @@ class Sampler(Config):
     def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> RowOrder:
         """Start the order of a run over `rows` rows. `sources` returns each row's data source, if it is needed."""
 
+    def leaves_out(self, source: str) -> bool:  # noqa: ARG002
+        """Return true if it never takes a row of a data source."""
+        return False
+
 
 class RowOrder(ABC):
     """The position of a run in its order. Each ordinal is requested once, in increasing order.
@@ -163,6 +167,9 @@ class WeightedSampler(Sampler):
         if self.weights and not (min(self.weights.values()) >= 0 < sum(self.weights.values()) < np.inf):
             raise ConfigError(f"`weights` must be 0 or more, with one above 0; they are {self.weights}.")
         return self
+
+    def leaves_out(self, source: str) -> bool:
+        return self.weights.get(source) == 0
 
     def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> RowOrder:
         row_sources = np.array(sources(), dtype=np.str_)

@@ -122,6 +122,15 @@ def test_a_run_with_several_teachers_resumes_bit_for_bit(mixed: Path, tmp_path: 
     )
 
 
+def test_a_source_that_is_never_sampled_needs_no_teacher(mixed: Path, tmp_path: Path, capsys: Captured) -> None:
+    options: dict[str, Any] = {"collect.tasks": 2, "steps": 1, "data.sampler": "weighted"}
+    options |= {"data.sampler.weights": "{sums: 1, words: 0}"}
+    run = train(mixed, tmp_path / "run", **options | teachers(mixed, sums="adder"))
+    assert step_metrics(run)[0]["teacher_kl/sums"] == step_metrics(run)[0]["teacher_kl"]
+    message = refused_run(capsys, mixed, tmp_path / "other", **options | teachers(mixed, words="adder"))
+    assert "rows of the data source `sums`, for which `teacher.paths` has no teacher" in message
+
+
 def test_the_placement_counts_the_teachers_that_are_loaded(mixed: Path) -> None:
     for of_source, text in (
         ({"sums": "adder", "words": "speller"}, "2 teachers."),

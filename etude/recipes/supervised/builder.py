@@ -192,7 +192,7 @@ def _assemble_parts(
 
 def _check_sources(run: DistillRun, examples: Examples, held_out: Examples | None) -> None:
     """Refuse data sources without a teacher, and options that name none of the data's sources."""
-    sources = DataSources("data.train", examples.sources())
+    sources = DataSources("data.train", examples.sources(), run.data.sampler)
     sources.check_teachers(run.teacher.paths)
     sources.refuse_others("teacher.paths", run.teacher.paths)
     if isinstance(run.loss, TopKDistillation):

@@ -148,7 +148,7 @@ def _check_sources(run: Run, train: Dataset) -> None:
     """Refuse data sources without a teacher, and options that name none of the data's sources."""
     weights = run.advantage.weights if isinstance(run.advantage, OnPolicyDistillation) else {}
     if run.teacher.paths or weights:
-        sources = DataSources("data.train", train.sources())
+        sources = DataSources("data.train", train.sources(), run.data.sampler)
         sources.check_teachers(run.teacher.paths)
         sources.refuse_others("teacher.paths", run.teacher.paths)
         sources.refuse_others("advantage.weights", weights)

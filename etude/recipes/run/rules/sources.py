@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from etude.data.sampler import Sampler
 from etude.errors import ConfigError
 
 
 class DataSources:
     """The data sources of some data."""
 
-    def __init__(self, option: str, sources: Iterable[str]) -> None:
-        """option: the option that names the data. sources: that of each row, empty where a row has none."""
+    def __init__(self, option: str, sources: Iterable[str], sampler: Sampler | None = None) -> None:
+        """option: the option that names the data. sources: that of each row, empty where a row has none. sampler: takes
+        rows, maybe not of all sources."""
         self._option = option
         self._names = sorted(set(sources))
+        self._used = [name for name in self._names if sampler is None or not sampler.leaves_out(name)]
 
     def check_teachers(self, teachers: Collection[str]) -> None:
         """Refuse a source without a teacher. teachers: the sources that have one; none if one teacher is for all."""
-        untaught = [name for name in self._names if name not in teachers]
+        untaught = [name for name in self._used if name not in teachers]
         if teachers and untaught:
             subject = f"of the data source `{untaught[0]}`" if untaught[0] else "without a data source"
             raise ConfigError(
