@@ -170,6 +170,11 @@ class ChatRenderer:
         """Return whether a prompt ends with the opening of the reasoning."""
         return self.tokenizer.decode(prompt[-_TAIL:], keep_special_tokens=True).rstrip().endswith(THINK_OPEN)
 
+    def may_open_reasoning(self, prompt: Ids) -> bool:
+        """Return whether an answer to a prompt may begin with the opening of the reasoning."""
+        tail = self.tokenizer.decode(prompt[-_TAIL:], keep_special_tokens=True).rstrip()
+        return self._supports_reasoning and not tail.endswith((THINK_OPEN, THINK_CLOSE))
+
     def _select_template(self, tools: Tools) -> ChatTemplate:
         if tools and "tool_use" in self._templates:
             return self._templates["tool_use"]

@@ -9,8 +9,10 @@ from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from etude.agents.proxy.openai import NO_FORMAT, NO_REASONING_CONTROL, NO_SINGLE_CALL, parse_function, sse_event
+from etude.agents.proxy.answer_limits import parse_format
+from etude.agents.proxy.openai import NO_REASONING_CONTROL, parse_function, sse_event, strict_tools
 from etude.agents.proxy.request import (
+    AnswerLimits,
     AnswerWriter,
     APIDialect,
     APIError,
@@ -27,15 +29,14 @@ from etude.chat.messages import message_from_dict
 from etude.records import Message
 
 MESSAGES: FieldRules = field_rules(
-    obeyed="model messages system tools tool_choice max_tokens stop_sequences stream",
+    obeyed="model messages system tools tool_choice max_tokens stop_sequences stream output_format "
+    "output_config.format tool_choice.disable_parallel_tool_use",
     sampling="temperature top_p top_k",
     accepted="metadata service_tier cache_control",
     others={
         "thinking": ignored(NO_REASONING_CONTROL, {"type": "disabled"}),
-        "output_config": ignored("has no effect: the run decides how answers are generated. Leave it out.", {}),
-        "output_format": ignored(NO_FORMAT),
+        "output_config.effort": ignored("has no effect: the run decides how answers are generated. Leave it out."),
         "context_management": ignored("is not supported: this endpoint never truncates a prompt. Leave it out."),
-        "tool_choice.disable_parallel_tool_use": ignored(NO_SINGLE_CALL.replace("false", "true"), False),
         "mcp_servers": ignored("is not supported: the agent runs all of its tools itself. Leave it out.", []),
         "container": refused("is not supported: the agent runs all of its tools itself. Leave it out."),
     },
@@ -144,7 +145,10 @@ class AnthropicDialect(APIDialect):
         for n, data in enumerate(message_data):
             messages += _parse_messages(fields.nested(data, f"messages[{n}]"), f"messages[{n}]")
         tools = _parse_tools(fields)
-        choice, tool_name = _parse_tool_choice(fields, tools)
+        choice, tool_name, single = _parse_tool_choice(fields, tools)
+        config = fields.section("output_config")
+        form = parse_format(config, "format") or parse_format(fields, "output_format")
+        config.apply_rules()
         if not messages:
             raise fields.error("messages", "has no message to answer.")
         prefill = messages.pop() if messages[-1].role == "assistant" else None
@@ -158,6 +162,7 @@ class AnthropicDialect(APIDialect):
             tools=tools,
             tool_choice=choice,
             tool_name=tool_name,
+            limits=AnswerLimits(form=form, strict=strict_tools(fields), single=single),
             sampling=self._sampling(fields),
             stream=fields.boolean("stream"),
         )
@@ -306,20 +311,21 @@ def _parse_tools(request: RequestFields) -> tuple[JSONObject, ...]:
 
 def _parse_tool_choice(
     fields: RequestFields, tools: Sequence[JSONObject]
-) -> tuple[Literal["auto", "none", "required"], str]:
-    """Return the mode of the tool choice, and the tool that has to be called."""
+) -> tuple[Literal["auto", "none", "required"], str, str]:
+    """Return the mode of the tool choice, the tool that has to be called, and the field that allows one call."""
     choice = fields.section("tool_choice")
     kind, name = choice.string("type", "auto"), choice.string("name", "")
+    single = choice.path("disable_parallel_tool_use") if choice.boolean("disable_parallel_tool_use") else ""
     choice.apply_rules()
     names = [tool["function"]["name"] for tool in tools]
     if kind == "auto":
-        return "auto", ""
+        return "auto", "", single
     if kind == "none":
-        return "none", ""
+        return "none", "", single
     if kind == "any" and names:
-        return "required", names[0] if len(names) == 1 else ""
+        return "required", names[0] if len(names) == 1 else "", single
     if kind != "tool" or name not in names:
         raise choice.error(
             "type", "must be auto, none, any, or tool with the name of one of the 'tools'. any needs at least one tool."
         )
-    return "required", name
+    return "required", name, single

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from etude.agents.proxy import openai
+from etude.agents.proxy.answer_limits import FORM_FIELDS, parse_form
 from etude.agents.proxy.request import (
     MAX_CHOICES,
     AnswerWriter,
@@ -32,14 +33,13 @@ from etude.records import ToolCall
 
 CHAT_COMPLETIONS: FieldRules = field_rules(
     obeyed="model messages tools tool_choice max_completion_tokens max_tokens stop stop_token_ids n stream logprobs "
-    "top_logprobs stream_options.include_usage continue_final_message",
+    f"top_logprobs stream_options.include_usage continue_final_message parallel_tool_calls {FORM_FIELDS}",
     sampling="temperature top_p top_k min_p repetition_penalty min_tokens seed logit_bias frequency_penalty "
     "presence_penalty",
     accepted=f"{openai.ACCEPTED} store prediction stream_options.include_obfuscation "
     "stream_options.continuous_usage_stats",
     others=openai.COMMON
     | {
-        "response_format": ignored(openai.NO_FORMAT, {"type": "text"}),
         "add_generation_prompt": ignored(
             "can only be true: this endpoint always generates an answer. Leave it out.", True
         ),
@@ -119,7 +119,7 @@ class ChatCompletionsDialect(APIDialect):
                 reason = "needs a last message by the assistant, without tool calls, after at least one other message."
                 raise fields.error("continue_final_message", reason)
         tools = openai.parse_tools(fields)
-        choice, tool_name = openai.parse_tool_choice(fields, tools)
+        choice, tool_name, allowed = openai.parse_tool_choice(fields, tools)
         sampling = parse_sampling(fields)
         limits = [fields.integer(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
         max_tokens = next((limit for limit in limits if limit is not None), None)
@@ -138,6 +138,7 @@ class ChatCompletionsDialect(APIDialect):
             tools=tools,
             tool_choice=choice,
             tool_name=tool_name,
+            limits=openai.parse_limits(fields, parse_form(fields), allowed),
             sampling=sampling,
             penalties=nonzero_penalties(fields, "frequency_penalty", "presence_penalty"),
             n=fields.integer("n", 1, MAX_CHOICES) or 1,

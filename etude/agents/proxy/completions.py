@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from etude.agents.proxy import openai
+from etude.agents.proxy.answer_limits import FORM_FIELDS, parse_form
 from etude.agents.proxy.chat_completions import OpenAIWriter, format_usage, reply_fields, wants_stream_usage
 from etude.agents.proxy.request import (
     MAX_CHOICES,
+    AnswerLimits,
     APIDialect,
     FindAnswer,
     JSONObject,
@@ -28,7 +30,8 @@ from etude.chat import ContentDelta, MessageDelta
 from etude.chat.tokenizer import Ids
 
 COMPLETIONS: FieldRules = field_rules(
-    obeyed="model prompt max_tokens stop stop_token_ids n best_of stream logprobs stream_options.include_usage",
+    obeyed="model prompt max_tokens stop stop_token_ids n best_of stream logprobs stream_options.include_usage "
+    + FORM_FIELDS,
     sampling="temperature top_p top_k min_p repetition_penalty min_tokens seed logit_bias frequency_penalty "
     "presence_penalty",
     accepted=f"{openai.ACCEPTED} store stream_options.include_obfuscation stream_options.continuous_usage_stats",
@@ -79,6 +82,7 @@ class CompletionsDialect(APIDialect):
         return ModelRequest(
             model=model,
             prompt=prompt,
+            limits=AnswerLimits(form=parse_form(fields)),
             sampling=sampling,
             penalties=nonzero_penalties(fields, "frequency_penalty", "presence_penalty"),
             n=n,

@@ -104,11 +104,14 @@ class ModelEndpoint:
         config: EndpointConfig | None = None,
         notified: bool = True,
         newest_version: Callable[[], int] | None = None,
+        holds_grammars: bool = False,
     ) -> None:
         """context: the model's maximum sequence length, if the upstream does not check it. train, val: the sampling
         parameters of training and of validation, by default those of training. notified: True if a store reports ended
         attempts by `forget_attempts`; otherwise the endpoint queries the rollout queue often. newest_version: returns
-        the newest policy version of an upstream that keeps several; an attempt keeps that of its first call."""
+        the newest policy version of an upstream that keeps several; an attempt keeps that of its first call.
+        holds_grammars: the upstream follows `SamplingParams.grammar`."""
+        self._holds_grammars = holds_grammars
         self.config = config or EndpointConfig()
         self.queue = queue
         self.keyring = keyring
@@ -225,6 +228,10 @@ class ModelEndpoint:
         request, session = await self._parse_request(background, dialect, attempt_id, body, size)
         sampling, ignored = self._sampling_rules.resolve(request, session.use)
         prompt = await session.build_prompt(request, self.config.count_rerendered)
+        grammar = await session.build_grammar(request, prompt, held=self._holds_grammars, strict=self.config.strict)
+        if grammar.text is not None:
+            sampling = replace(sampling, grammar=grammar.text, support=sampling.support or session.use != "val")
+        ignored = (*ignored, *grammar.ignored)
         self._log_ignored(ignored)
         id = f"{dialect.prefix}{attempt_id.rollout}-{attempt_id.attempt}-{self._process}-{next(self._calls)}"
         anchor = state_id(state) if state else prompt.hash

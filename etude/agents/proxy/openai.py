@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from etude.agents.proxy.request import APIError, ErrorKind, JSONObject
+from etude.agents.proxy.request import AnswerLimits, APIError, ErrorKind, JSONObject
 from etude.agents.proxy.request_fields import FieldRule, RequestFields, ignored
+from etude.chat.answer_grammar import AnswerForm
 from etude.chat.messages import REASONING_KEYS, message_from_dict
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.records import Completion, Message
@@ -20,10 +21,7 @@ ACCEPTED = (
 )
 """Fields that no answer depends on."""
 NO_REASONING_CONTROL = "has no effect: the run decides how long the model thinks. Leave it out."
-NO_FORMAT = "is not enforced by this endpoint. Ask for the format in the messages, and check the answer."
-NO_SINGLE_CALL = "cannot be false: this endpoint does not limit the model to one tool call at a time."
 COMMON: dict[str, FieldRule] = {
-    "parallel_tool_calls": ignored(NO_SINGLE_CALL, True),
     "verbosity": ignored("has no effect: the run decides how long answers are. Leave it out."),
     "reasoning_effort": ignored(NO_REASONING_CONTROL),
     "thinking": ignored(NO_REASONING_CONTROL, {"type": "disabled"}),
@@ -139,24 +137,46 @@ def parse_function(fields: RequestFields, schema_name: str, no_parameters: JSONO
     function["parameters"] = schema if no_parameters is None else schema or no_parameters
     if not isinstance(function["parameters"], dict):
         raise fields.error(schema_name, "must be a JSON schema.")
-    if fields.value("strict") is True:  # several clients always send it
-        fields.ignored_fields.add("tools.strict")
+    fields.value("strict")  # see `strict_tools`
     return {"type": "function", "function": function}
+
+
+def strict_tools(fields: RequestFields) -> frozenset[str]:
+    """Return the names of the tools whose arguments have to have their schema."""
+    definitions = [tool for tool in fields.sent.get("tools") or () if isinstance(tool, Mapping)]
+    functions = [tool.get("function") or tool for tool in definitions]
+    return frozenset(
+        str(function.get("name"))
+        for function in functions
+        if isinstance(function, Mapping) and function.get("strict") is True
+    )
+
+
+def parse_limits(fields: RequestFields, form: AnswerForm | None, allowed: tuple[str, ...]) -> AnswerLimits:
+    """Take what else limits the answer. allowed: see `parse_tool_choice`."""
+    parallel = fields.boolean("parallel_tool_calls", True)
+    single = "" if parallel else "parallel_tool_calls"
+    return AnswerLimits(form=form, strict=strict_tools(fields), single=single, allowed=allowed)
 
 
 def parse_tool_choice(
     fields: RequestFields, tools: Sequence[JSONObject]
-) -> tuple[Literal["auto", "none", "required"], str]:
-    """Return the mode of the tool choice, and the tool that has to be called."""
+) -> tuple[Literal["auto", "none", "required"], str, tuple[str, ...]]:
+    """Return the mode of the tool choice, the tool that has to be called, and the only tools that may be called."""
     choice = fields.value("tool_choice")
     names = [tool["function"]["name"] for tool in tools]
     choice_data = choice if isinstance(choice, dict) else {}
+    allowed: tuple[str, ...] = ()
     if choice_data.get("type") == "allowed_tools":
-        choice, names = _allowed(fields, choice_data, names)
+        choice, remaining = _allowed(fields, choice_data, names)
+        allowed = tuple(remaining) if len(remaining) < len(names) else ()
+        names = remaining
+        if choice == "auto" and not names:
+            choice = "none"
     if choice in (None, "auto", "none"):
-        return choice or "auto", ""
+        return choice or "auto", "", allowed
     if choice == "required" and names:
-        return "required", names[0] if len(names) == 1 else ""
+        return ("required", names[0], ()) if len(names) == 1 else ("required", "", allowed)
     function = choice_data.get("function", choice_data)
     name = function.get("name") if isinstance(function, dict) and choice_data.get("type") == "function" else None
     if name not in names or not isinstance(name, str):
@@ -164,12 +184,11 @@ def parse_tool_choice(
             "tool_choice",
             "must be 'auto', 'none', 'required', or name one of the 'tools'. 'required' needs at least one tool.",
         )
-    return "required", name
+    return "required", name, ()
 
 
 def _allowed(request: RequestFields, choice_data: JSONObject, names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the mode of an `allowed_tools` choice, and the names of the allowed tools. A single tool that has to be
-    called counts as named; otherwise the endpoint does not restrict the model to some of its tools."""
+    """Return the mode of an `allowed_tools` choice, and the names of the allowed tools."""
     fields = request.nested(choice_data.get("allowed_tools", choice_data), "tool_choice")
     mode, allowed = fields.string("mode", "auto"), set[str]()
     for n, tool_data in enumerate(fields.array("tools")):
@@ -178,11 +197,7 @@ def _allowed(request: RequestFields, choice_data: JSONObject, names: Sequence[st
         allowed.add(
             (tool if inner is None else RequestFields(inner, f"tool_choice.tools[{n}].function")).string("name", "")
         )
-    remaining = [name for name in names if name in allowed]
-    if len(remaining) < len(names) and not (mode == "required" and len(remaining) == 1):
-        reason = "allows only some of the 'tools', which this endpoint does not enforce. Send only those tools."
-        fields.ignored_fields.drop("tool_choice.allowed_tools", fields.error("tools", reason))
-    return mode, remaining
+    return mode, [name for name in names if name in allowed]
 
 
 def format_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[JSONObject]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.chat import MessageDelta
+from etude.chat.answer_grammar import AnswerForm
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.records import Completion, Message, SamplingParams
 from etude.support import Support
@@ -71,6 +72,31 @@ class APIError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswerLimits:
+    """The limits of the answer to a call; see `answer_limits`."""
+
+    form: AnswerForm | None = None
+    """The form of its text."""
+    strict: frozenset[str] = frozenset()
+    """The tools whose arguments have to have their schema."""
+    single: str = ""
+    """The field that allows one call at most."""
+    allowed: tuple[str, ...] = ()
+    """The only tools that may be called; none stands for all."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of the request that say so."""
+        named = (
+            self.form.field if self.form is not None else "",
+            "tools.strict" if self.strict else "",
+            self.single,
+            "tool_choice.allowed_tools" if self.allowed else "",
+        )
+        return tuple(name for name in named if name)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelRequest:
     """The contents of a call."""
 
@@ -85,6 +111,7 @@ class ModelRequest:
     """Says if the model may, must not, or has to call a tool."""
     tool_name: str = ""
     """The tool that the model has to call."""
+    limits: AnswerLimits = field(default_factory=AnswerLimits)
     sampling: JSONObject = field(default_factory=dict)
     """The fields of `SamplingParams` that the agent set."""
     penalties: tuple[str, ...] = ()

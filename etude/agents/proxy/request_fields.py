@@ -100,9 +100,13 @@ class RequestFields:
     def __contains__(self, name: str) -> bool:
         return name in self._body
 
+    def path(self, name: str) -> str:
+        """Return the name of a field, with those of the objects that it is in."""
+        return f"{self._where}{name}"
+
     def error(self, name: str, reason: str, code: str | None = None) -> APIError:
         """Return an error about this field."""
-        return APIError(f"'{self._where}{name}' {reason}", param=f"{self._where}{name}", code=code)
+        return APIError(f"'{self.path(name)}' {reason}", param=self.path(name), code=code)
 
     def value(self, name: str) -> Any:
         """Take any value; None if it is absent."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from etude.agents.proxy import openai
+from etude.agents.proxy.answer_limits import parse_format
 from etude.agents.proxy.request import (
     AnswerWriter,
     APIDialect,
@@ -25,14 +26,13 @@ from etude.records import Message, ToolCall
 LOGPROBS = "message.output_text.logprobs"
 RESPONSES: FieldRules = field_rules(
     obeyed="model input instructions tools tool_choice max_output_tokens top_logprobs stream include store "
-    "previous_response_id",
+    "previous_response_id text.format parallel_tool_calls",
     sampling="temperature top_p seed",
     accepted=f"{openai.ACCEPTED} reasoning.summary reasoning.generate_summary stream_options",
     others=openai.COMMON
     | {
         "reasoning.effort": ignored(openai.NO_REASONING_CONTROL),
         "text.verbosity": openai.COMMON["verbosity"],
-        "text.format": ignored(openai.NO_FORMAT, {"type": "text"}),
         "truncation": ignored("can only be 'disabled': this endpoint never truncates a prompt.", "disabled"),
         "context_management": ignored("is not supported: this endpoint never truncates a prompt. Leave it out."),
         "max_tool_calls": ignored("limits the provider's own tools, and this endpoint has none. Leave it out."),
@@ -143,7 +143,7 @@ class ResponsesDialect(APIDialect):
     def parse(self, fields: RequestFields, find_answer: FindAnswer) -> ModelRequest:
         model, instructions = fields.string("model"), fields.string("instructions", "")
         tools = openai.parse_tools(fields, flat=True)
-        choice, tool_name = openai.parse_tool_choice(fields, tools)
+        choice, tool_name, allowed = openai.parse_tool_choice(fields, tools)
         instruction_messages = [Message("system", instructions)] if instructions else []
         previous_id = fields.string("previous_response_id", "")
         include, stream = fields.strings("include", 16), fields.boolean("stream")
@@ -155,7 +155,9 @@ class ResponsesDialect(APIDialect):
             raise fields.error(
                 "include", f"asks for '{LOGPROBS}', which a stream does not have. Set 'stream' to false."
             )
-        fields.section("text").apply_rules()
+        text = fields.section("text")
+        form = parse_format(text, "format")
+        text.apply_rules()
         fields.section("reasoning").apply_rules()
         echo: dict[str, Any] = {"instructions": instructions or None, "previous_response_id": previous_id or None}
         echo |= {"tools": list(fields.sent.get("tools") or ()), "tool_choice": fields.sent.get("tool_choice") or "auto"}
@@ -165,6 +167,7 @@ class ResponsesDialect(APIDialect):
             tools=tools,
             tool_choice=choice,
             tool_name=tool_name,
+            limits=openai.parse_limits(fields, form, allowed),
             sampling=_sampling(fields),
             stream=stream,
             logprobs=LOGPROBS in include,

@@ -21,6 +21,7 @@ from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
+from etude.agents.proxy.answer_limits import AnswerGrammar, build_grammar
 from etude.agents.proxy.request import APIError, ModelRequest, count_characters
 from etude.chat import ChatRenderer
 from etude.chat.messages import content_text
@@ -114,6 +115,13 @@ class AttemptSession:
         if not len(prompt.ids):
             raise APIError("The prompt is empty; the model needs at least one token.", param="prompt")
         return prompt
+
+    async def build_grammar(self, request: ModelRequest, prompt: Prompt, *, held: bool, strict: bool) -> AnswerGrammar:
+        """Return the grammar of an answer; see `answer_limits`. It is compiled on a thread."""
+        if not request.limits.fields and request.tool_choice != "required":
+            return AnswerGrammar(None)
+        work = partial(build_grammar, self._chat, prompt.ids, request, held=held, strict=strict)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def count_occurrence(self, prompt: Prompt) -> int:
         """Return the number of earlier answers to this prompt."""

@@ -52,6 +52,7 @@ from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.config import Run
 from etude.records import SamplingParams
 from etude.rewards import Judge, RewardFunction
+from etude.rollout import ServerPool
 from etude.store import Journal
 from etude.store.http.remote_queue import RemoteRolloutQueue
 from etude.store.http.server import serve
@@ -187,6 +188,7 @@ def build_endpoint(
         config=config,
         notified=notified,
         newest_version=newest_version(engine),
+        holds_grammars=not isinstance(engine, ServerPool),
     )
 
 

@@ -92,13 +92,15 @@ def test_an_unknown_field_is_reported_or_refused(worlds: Mapping[bool, World], p
 
 NAMESPACE = {"type": "namespace", "name": "agents", "tools": []}
 FLAT = {"type": "function", **WEATHER["function"]}
-ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+OTHER = {"type": "function", "function": {"name": "other"}}
 BLOCKS = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "It is."}]
 THOUGHT = [{"type": "thinking", "thinking": "I know.", "signature": ""}, {"type": "text", "text": "It is."}]
 USER = {"role": "user", "content": "?"}
 PARTS: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"tools": [WEATHER, {"type": "custom", "custom": {"name": "x"}}]}, "tools.custom"),
-    ("chat/completions", {"tools": [WEATHER], "tool_choice": ALLOWED}, "tool_choice.allowed_tools"),
+    ("chat/completions", {"tools": [WEATHER, OTHER], "tool_choice": ALLOWED}, "tool_choice.allowed_tools"),
     ("responses", {"tools": [FLAT, NAMESPACE]}, "tools.namespace"),
     ("responses", {"tools": [FLAT, {"type": "web_search"}]}, "tools.web_search"),
     ("responses", {"input": [{"type": "web_search_call", "id": "ws"}, USER]}, "input.web_search_call"),
