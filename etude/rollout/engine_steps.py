@@ -29,6 +29,7 @@ from etude.rollout.scheduler import Scheduler, SchedulerStats
 from etude.rollout.slot_state import SlotState
 from etude.rollout.static_step import StaticStep, supports_static
 from etude.rollout.step_batch import EngineCaches, StepBatch
+from etude.rollout.step_graphs import create_launcher
 from etude.rollout.step_kernels import make_kernels
 from etude.rollout.step_pipeline import DrawnTokens, StepPipeline
 
@@ -140,7 +141,11 @@ class EngineSteps:
         """Adapt to new weights, with which no step is under way."""
         if self._shapes is not None and not self._shapes.tested:
             self._shapes = None
-        if self._pipeline is not None and self._pipeline.model is not resident.model:
+        if self._pipeline is None:
+            return
+        if self._pipeline.model is resident.model:
+            self._pipeline.launcher.check_addresses()
+        else:
             self._pipeline = None
 
     def pop_metrics(self) -> Metrics:
@@ -150,6 +155,8 @@ class EngineSteps:
         metrics.add("engine/running", Last.of(len(scheduler.running)))
         metrics.add("engine/waiting", Last.of(len(scheduler.waiting)))
         metrics.add("engine/cache_used", Last.of(self._peak_cache_usage))
+        if self._pipeline is not None:
+            metrics.add("engine/graphs", Last.of(self._pipeline.launcher.graphs))
         if self._shapes is not None:
             metrics.add("engine/exact", Min.of(int(self.exact)))
         scheduler.stats = SchedulerStats()
@@ -200,7 +207,7 @@ class EngineSteps:
             scratch_block=self._num_blocks,
         )
         step = StaticStep(model, cache.kv[0], state, make_kernels(model, cache.kv[0], state))
-        return StepPipeline(self.scheduler, step)
+        return StepPipeline(self.scheduler, step, create_launcher(step))
 
 
 def has_static_steps(model: Model, config: TorchEngineConfig) -> bool:

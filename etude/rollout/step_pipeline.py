@@ -29,6 +29,7 @@ from etude.rollout.sampling import SampledTokens, log_probabilities
 from etude.rollout.scheduler import Scheduler
 from etude.rollout.slot_state import NewBlock
 from etude.rollout.static_step import StaticStep, StepKey
+from etude.rollout.step_graphs import StepLauncher
 
 MIN_BLOCKS = 4
 """The least number of blocks that the contexts of a step are bounded by. The next ones are twice as many each."""
@@ -65,8 +66,10 @@ class _LaunchedStep:
 class StepPipeline:
     """The static steps of one engine, of which at most one is under way between its turns."""
 
-    def __init__(self, scheduler: Scheduler, step: StaticStep) -> None:
+    def __init__(self, scheduler: Scheduler, step: StaticStep, launcher: StepLauncher) -> None:
+        """launcher: of the steps of `step`."""
         self.model = step.model
+        self.launcher = launcher
         self._scheduler = scheduler
         self._step = step
         self._state = step.state
@@ -105,7 +108,7 @@ class StepPipeline:
         key = self._key(rows)
         slots = [row.request.slot for row in rows]
         self._step.set_rows(slots, [row.length for row in rows], key.rows, scheduler.table)
-        self._step.compute(key)
+        self.launcher.run(key)
         self._launched.append(self._fetch_results(rows))
         scheduler.stats.steps += 1
         scheduler.stats.static_steps += 1
