@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,13 +23,11 @@ import triton.runtime.interpreter as interpreter
 
 from etude.models.kernels.probe import ProbedModel, probe_kernels
 from etude.models.kernels.shapes import KernelShape
-from etude.models.kernels.step import ATTENTION, KERNELS, ROTARY
-from etude.rollout.static_step import StaticStep
-from etude.rollout.step_kernels import make_kernels
+from etude.models.kernels.step import ATTENTION, KERNELS, ROTARY, KernelStepOps
+from etude.records import SamplingParams
 from tests.models.kernels.attention_cases import AttentionCase, check_attention
 from tests.models.kernels.decode_cases import check_add_norm, check_gated_silu, check_norm_rotate_write
-from tests.rollout.engines import model_of
-from tests.rollout.test_static_step import KINDS, SLOTS, WINDOWED, Stepper
+from tests.rollout.engines import engine_of, model_of, prompt_of
 
 FLOAT = torch.float32
 
@@ -46,26 +45,31 @@ def check_choice(
         assert line in choice.describe()
 
 
-@torch.inference_mode()
-def check_static_steps() -> None:
-    """Steps with kernels draw the tokens of other steps, with a window, filters, and a row without a request."""
-    stepper = Stepper(model_of("mistral", **WINDOWED["mistral"]), KINDS)
-    cache = stepper.caches.kv[0]
-    kernels = make_kernels(stepper.model, cache, stepper.state)
-    assert kernels is not None and kernels.has_attention
-    static = StaticStep(stepper.model, cache, stepper.state, kernels)
-    stepper.step()
-    stepper.join()
-    for _ in range(3):
-        stepper.grow()
-        slots = [request.slot for request in stepper.requests]
-        lengths = [request.length for request in stepper.requests]
-        static.set_rows(slots, lengths, SLOTS, stepper.scheduler.table)
-        static.compute(stepper.key())
-        stepper.step()
-        ids, _, raw_logp = static.results[:, : len(slots)]
-        assert ids.tolist() == stepper.drawn.ids
-        torch.testing.assert_close(raw_logp.float(), torch.tensor(stepper.drawn.raw_logp), atol=1e-4, rtol=0)
+def check_engine() -> None:
+    """An engine with kernels gives the answers of one without static steps.
+
+    Two answers share the first split of their prompt. The third one enters its second split on the way.
+    """
+    model = model_of("mistral", sliding_window=100, layers=2)
+    shared = prompt_of(258, seed=1)
+    asked = [shared, shared, prompt_of(254, seed=2), prompt_of(9, seed=3)]
+    samplings = [
+        SamplingParams(max_tokens=3, seed=0),
+        SamplingParams(max_tokens=4, seed=1, temperature=0.7),
+        SamplingParams(max_tokens=4, seed=2, top_k=20),
+        SamplingParams(max_tokens=2, seed=3, repetition_penalty=1.3),
+    ]
+    answers = []
+    steps = []
+    attend = patch.object(KernelStepOps, "attend", autospec=True, side_effect=KernelStepOps.attend)
+    for static in (False, True):
+        with attend as attended, engine_of(model, static_steps=static, deterministic=False, max_num_seqs=4) as engine:
+            answers.append(engine.generate_all(asked, samplings))
+            steps.append(engine.stats().reduce()["engine/static_steps"])
+    assert steps == [0, 3] and attended.call_count >= 3 * model.num_layers
+    for without, with_kernels in zip(*answers, strict=True):
+        assert without.ids.tolist() == with_kernels.ids.tolist()
+        np.testing.assert_allclose(without.logp, with_kernels.logp, atol=2e-5)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -89,7 +93,7 @@ CASES: dict[str, Callable[[], None]] = {
     "rotary positions, half": partial(check_norm_rotate_write, "cpu", torch.float16),
     "activation": partial(check_gated_silu, "cpu", FLOAT),
     "activation, half": partial(check_gated_silu, "cpu", torch.float16),
-    "static steps": check_static_steps,
+    "an engine": check_engine,
     "a trial that all pass": partial(check_choice, FLOAT, {}),
     "a trial with wrong products": partial(check_choice, torch.bfloat16, {ATTENTION: "its result is off by "}),
     "a trial that cannot be compiled": partial(
