@@ -1,9 +1,9 @@
 """The list of work of the attention kernel: rows of a step that read the same split of keys share an entry.
 
 A row reads the splits of its context from the first to the one of its own position. Rows whose tables hold the same
-block at the end of a whole split hold the same keys in all of it: a filled block belongs to one prefix. So answers to
-one prompt share the entries of its whole splits, and tokens of one request share all their splits. The list stays the
-same until a row joins, leaves or enters its next split; positions inside a split are read by the kernel.
+block at the end of a whole split have the same tokens up to there: a filled block belongs to one beginning. So answers
+to one prompt share the entries of its whole splits, and tokens of one request share all their splits. The list stays
+the same until a row joins, leaves or enters its next split; positions inside a split are read by the kernel.
 """
 
 from __future__ import annotations

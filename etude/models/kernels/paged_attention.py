@@ -8,8 +8,8 @@ splits. A fixed number of programs walks the list, so its length is data: a capt
 The bounds of a split depend only on positions in the context, so a row's bits depend on nothing else in its batch. Keys
 that other rows of an entry see add weights that are exactly zero.
 
-    a row of an entry    sees at least one key of its split
-    a row's splits       the entries have each split from the first key that it sees to its own position once
+A row's splits, up to the one of its position, are in the list once each. Rows may also stand before the splits of a
+list, as in a pass of scratch rows with the list of another step: such an entry reads nothing.
 """
 
 from __future__ import annotations

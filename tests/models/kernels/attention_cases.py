@@ -141,3 +141,13 @@ def check_attention(case: AttentionCase, device: str, dtype: torch.dtype, alone:
     assert error < TOLERANCES[dtype], f"{case} in {dtype} is off by {error:.1e}"
     for row in alone:
         assert torch.equal(step.attend_alone(row), out[row]), f"row {row} of {case} has other bits alone"
+
+
+def check_scratch_rows(device: str, dtype: torch.dtype) -> None:
+    """Rows of the scratch slot see its first key, whatever list was left by the step before."""
+    step = make_step(AttentionCase(), device, dtype)
+    work = make_work(step.memory, step.rows, step.q.shape[1], programs=5)
+    rows = StepRows(torch.full_like(step.rows.slots, 5), torch.zeros_like(step.rows.positions), step.rows.blocks)
+    out = paged_attention(step.q, step.memory, 0, rows, work, step.scoring)
+    first = step.memory.keys_values[0, 1, :, 0, 0].repeat_interleave(2, 0)
+    assert torch.equal(out, first.expand_as(out))

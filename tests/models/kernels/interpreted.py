@@ -25,7 +25,7 @@ from etude.models.kernels.probe import ProbedModel, probe_kernels
 from etude.models.kernels.shapes import KernelShape
 from etude.models.kernels.step import ATTENTION, KERNELS, ROTARY, KernelStepOps
 from etude.records import SamplingParams
-from tests.models.kernels.attention_cases import AttentionCase, check_attention
+from tests.models.kernels.attention_cases import AttentionCase, check_attention, check_scratch_rows
 from tests.models.kernels.decode_cases import check_add_norm, check_gated_silu, check_norm_rotate_write
 from tests.rollout.engines import engine_of, model_of, prompt_of
 
@@ -87,6 +87,7 @@ CASES: dict[str, Callable[[], None]] = {
         "cpu",
         FLOAT,
     ),
+    "scratch rows": partial(check_scratch_rows, "cpu", FLOAT),
     "norms": partial(check_add_norm, "cpu", FLOAT),
     "norms, half": partial(check_add_norm, "cpu", torch.float16),
     "rotary positions": partial(check_norm_rotate_write, "cpu", FLOAT),

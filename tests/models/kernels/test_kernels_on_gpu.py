@@ -49,6 +49,13 @@ def test_attention(size: str, scoring: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_scratch_rows(dtype: torch.dtype) -> None:
+    from tests.models.kernels.attention_cases import check_scratch_rows
+
+    check_scratch_rows("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", ["check_add_norm", "check_norm_rotate_write", "check_gated_silu"])
 def test_small_kernels(name: str, dtype: torch.dtype) -> None:
     from tests.models.kernels import decode_cases
