@@ -91,7 +91,7 @@ class TorchStepOps(StepOps):
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if residual is not None:
             x = residual + x
-        return x, EAGER_OPS.rms_norm(x, weight, eps)
+        return x, torch.rms_norm(x, weight.shape, None, eps).mul_(weight)  # rounded twice, as the trainer does
 
     def write(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
         heads = self._heads
@@ -99,7 +99,8 @@ class TorchStepOps(StepOps):
         qk, v = torch.split(qkv, [queries + heads, heads], 1)
         if q_norm is not None and k_norm is not None:
             weight = torch.cat([q_norm.expand(queries, -1), k_norm.expand(heads, -1)])
-            qk = EAGER_OPS.rms_norm(qk, weight, eps)
+            normed = torch.rms_norm(qkv, q_norm.shape, None, eps)  # of all heads, since a part would be copied first
+            qk = normed[:, : queries + heads] * weight
         q, k = torch.split(EAGER_OPS.apply_rotary(qk, self._cos, self._sin), [queries, heads], 1)
         for memory, new in zip(self._memory.keys_values[layer], (k, v), strict=True):
             memory.flatten(1, 2).transpose(0, 1).index_copy_(0, self._address, new)

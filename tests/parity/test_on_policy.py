@@ -38,9 +38,14 @@ TOLERANCE = {"fp32": 2e-5, "bf16": 0.02, "fp64": 1e-6}
 
 
 @contextmanager
-def engine_of(model: Model, tokenizer: Tokenizer | None = None, *, merge: bool = False) -> Iterator[TorchEngine]:
-    """Start an engine over a model's own weights."""
-    engine = TorchEngine(model, tokenizer, TorchEngineConfig(kv_gib=0.05, max_num_batched_tokens=64), merge=merge)
+def engine_of(
+    model: Model, tokenizer: Tokenizer | None = None, *, merge: bool = False, ahead: bool = False
+) -> Iterator[TorchEngine]:
+    """Start an engine over a model's own weights. ahead: it launches a step before it reads the one before."""
+    config = TorchEngineConfig(
+        kv_gib=0.05, max_num_batched_tokens=64, static_steps=ahead or None, deterministic=not ahead
+    )
+    engine = TorchEngine(model, tokenizer, config, merge=merge)
     try:
         yield engine
     finally:
@@ -147,13 +152,14 @@ def test_the_trainer_replays_the_sets_that_the_sampler_drew_from() -> None:
     torch.testing.assert_close(annotated.entropy[free], without.entropy[free])
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "one step ahead"])
 @pytest.mark.parametrize("precision", ["bf16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp32", "fp64"))])
-def test_trainer_and_sampler_agree_after_updates_without_copying_a_byte(precision: str) -> None:
+def test_trainer_and_sampler_agree_after_updates_without_copying_a_byte(precision: str, ahead: bool) -> None:
     config = tiny_config(VOCABULARY, layers=2, hidden=32, heads=4, kv_heads=2)
     model = create(config, seed=1, dtype=PRECISIONS[precision])  # type: ignore[index]
     learner = Learner(model, TrainConfig(precision=precision, learning_rate=1e-2), steps=4)  # type: ignore[arg-type]
     algorithm = AlgorithmConfig()
-    with engine_of(model) as engine:
+    with engine_of(model, ahead=ahead) as engine:
         before = None
         for version in range(1, 4):
             batch, _ = collected(engine, 1.0)
