@@ -52,6 +52,9 @@ def load_sharded(
         _fill(weight, name, created, weights)
     if isinstance(weights, _WholeModel):
         weights.copy_buffers(model.module)
+    else:
+        for name, buffer in stored_buffers(model.module).items():
+            buffer.copy_(weights.read(name, [0] * buffer.ndim, buffer.shape))
     if not supports_fused(model.module):
         _verify(sharded)
     return sharded
@@ -70,18 +73,18 @@ def create_shards(model: Model, meshes: ShardMeshes, dtype: torch.dtype, device:
 def _open_weights(directory: Path, model: Model, dtype: torch.dtype, head: Head) -> WeightFiles | _WholeModel:
     """Return the weights of a directory, to be read in blocks.
 
-    Blocks need files that store the model's own weights one by one. Transformers reads others, whole on every rank.
-    Such files hold experts that the model fuses, quantized weights, buffers with values, or a head besides a tied one.
+    Blocks need files that store the model's own weights, or its experts one by one. Transformers reads others, whole
+    on every rank. Such files hold other weights that the model fuses, quantized ones, or a head besides a tied one.
     """
     shapes = {name: tuple(weight.shape) for name, weight in model.named_weights()}
     files = WeightFiles(directory, model.module)
     if SCORE_HEAD in shapes and SCORE_HEAD not in files and allows_new_head(directory, head):
         del shapes[SCORE_HEAD]
     config = model.module.config
-    has_buffers = bool(stored_buffers(model.module))
+    buffers = {name: tuple(buffer.shape) for name, buffer in stored_buffers(model.module).items()}
     has_second_head = config.tie_word_embeddings and LANGUAGE_HEAD in files
     is_quantized = getattr(config, "quantization_config", None) is not None
-    if files.fit(shapes) and not (has_buffers or has_second_head or is_quantized):
+    if files.fit(shapes | buffers) and not (has_second_head or is_quantized):
         return files
     whole = _WholeModel(load(directory, dtype=torch.promote_types(dtype, torch.float32), head=head))
     if any(name not in shapes and name != SCORE_HEAD for name in whole.weights):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from etude.checkpoint import export
 from etude.models import load, save
-from etude.models.published_names import PublishedNames
+from etude.models.model import stored_buffers
+from etude.models.published_names import PublishedNames, expert_name
 from etude.models.weight_files import WeightFiles, find_weights
 from tests.families import FAMILIES, family_model
 from tests.recipes.ranked import RankPolicy, family_policy
@@ -73,3 +76,34 @@ def test_a_family_is_published_as_transformers_writes_its_files(name: str) -> No
     assert published.keys() == wanted.keys()
     assert all(torch.equal(weight, wanted[name]) for name, weight in published.items())
     assert (published.keys() == weights.keys()) == (name not in RENAMED)
+    one_by_one = dict(PublishedNames(model.module).publish(by_expert(weights)))
+    assert one_by_one.keys() == wanted.keys()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in one_by_one.items())
+
+
+def by_expert(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights as ranks that divide experts do: each expert alone."""
+    for name, weight in weights.items():
+        if ".experts." not in name:
+            yield name, weight
+            continue
+        yield from ((expert_name(name, expert), part) for expert, part in enumerate(weight))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_are_read_in_blocks(name: str, tmp_path: Path) -> None:
+    """Of parameters that they hold whole, or one expert after the other."""
+    model = family_model(name)
+    save(model, tmp_path)
+    weights = {**dict(model.named_weights()), **stored_buffers(model.module)}
+    files = WeightFiles(tmp_path, model.module)
+    assert files.fit({name: tuple(weight.shape) for name, weight in weights.items()})
+    generator = torch.Generator().manual_seed(0)
+    for weight_name, weight in weights.items():
+        first = [int(torch.randint(size, (), generator=generator)) for size in weight.shape]
+        shape = [
+            int(torch.randint(size - start, (), generator=generator)) + 1
+            for size, start in zip(weight.shape, first, strict=True)
+        ]
+        block = weight.detach()[tuple(slice(start, start + size) for start, size in zip(first, shape, strict=True))]
+        assert torch.equal(files.read(weight_name, first, shape), block), weight_name

@@ -53,8 +53,10 @@ COLLECTIVES = {
     "c10d::reduce_scatter_tensor_coalesced_": "tensor_reduces",
     "c10d::allgather_": "small_gathers",
     "c10d::allreduce_": "sums",
+    "c10d::alltoall_base_": "exchanges",
 }
-"""The names of collective calls in a profile: of weights and gradients, of tokens along `tensor`, and the others."""
+"""The names of collective calls in a profile: of weights and gradients, of tokens along `tensor`, the others, and of
+tokens along `expert`."""
 
 
 class RankPolicy:
@@ -264,7 +266,7 @@ class RankPolicy:
         return dict(_load_sharded(directory, mesh or MeshConfig(), head, lora).whole_weights())  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
-    def measure_loading(self, directory: Path) -> list[dict[str, int]]:
+    def measure_loading(self, directory: Path, mesh: MeshConfig | None = None) -> list[dict[str, int]]:
         """Return the peak of allocated bytes while loading, the bytes of the shards, and those of the largest weight.
 
         The profile counts mapped files as allocations of their size; they are left out.
@@ -272,7 +274,8 @@ class RankPolicy:
         files = {file.stat().st_size for file in directory.glob("*.safetensors")}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             weights = [
-                weight for _, weight in _load_sharded(directory, MeshConfig(), "language", 0).model.named_weights()
+                weight
+                for _, weight in _load_sharded(directory, mesh or MeshConfig(), "language", 0).model.named_weights()
             ]
         results = profiler.profiler.kineto_results  # type: ignore[union-attr]
         events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda event: event.start_ns())
@@ -287,6 +290,11 @@ class RankPolicy:
         self.worker.write_model(directory / "bare", directory, untied=False, bare=True)
         self.worker.write_adapter(directory / "adapter", Path("base"))
         return self.worker.adapter_rank()
+
+    @dispatch_mode()
+    def write_model(self, directory: Path) -> None:
+        """Write the policy as servers read it."""
+        self.worker.write_model(directory / "model", directory, untied=True)
 
     @dispatch_mode(gather=Gather.ALL)
     def publish(self, policy: Callable[[str], Model]) -> list[bool]:
@@ -342,9 +350,9 @@ def _load_sharded(directory: Path, mesh: MeshConfig, head: Head, lora: int) -> S
     return load_sharded(directory, get_mesh(mesh), dtype=torch.float32, head=head, prepare=prepare)
 
 
-def family_policy(precision: str, name: str) -> Model:
+def family_policy(precision: str, name: str, **more: Any) -> Model:
     """Return a tiny model of a family of transformers."""
-    return family_model(name, PRECISIONS[precision], vocab_size=VOCABULARY, initializer_range=0.1)
+    return family_model(name, PRECISIONS[precision], vocab_size=VOCABULARY, initializer_range=0.1, **more)
 
 
 def unfused_model(precision: str, policy: Callable[[str], Model] = model) -> Model:
