@@ -9,14 +9,16 @@ The gradient of an expert without a row is zero, and not missing: ranks that sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -25,25 +27,45 @@ EXPERTS_NAME = "etude"
 """The name of Etude's experts among transformers' implementations."""
 GROUPED_CAPABILITY = (8, 0)
 """The first generation of GPUs whose kernels multiply groups of rows."""
+ComputeRows: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A function of rows [R, H], their experts [R], sorted, and the end of each expert's rows [E]: it returns [R, H]."""
 _row_multiple: ContextVar[int] = ContextVar("row_multiple", default=1)
+
+
+class Exchange(Protocol):
+    """The ranks that hold the experts of a layer together."""
+
+    def __call__(self, rows: Tensor, counts: Tensor, compute: ComputeRows) -> Tensor:
+        """[R, H] → [R, H]: compute rows, sorted by expert, on the ranks that have the experts.
+
+        counts: [E], the rows of each expert. compute: computes rows of the experts of this rank.
+        """
+        ...
 
 
 def use_own_experts(module: PreTrainedModel) -> None:
     """Compute the experts of a model here, and not in its own code. In a compiled layer they run uncompiled."""
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, torch.compiler.disable(compute_experts))  # type: ignore[no-untyped-call]
-    if find_experts(module):
-        module.set_experts_implementation(EXPERTS_NAME)
+    for experts in find_experts(module):
+        experts.exchange = None  # type: ignore[assignment]
+    _choose_experts(module, EXPERTS_NAME)
 
 
 @contextmanager
 def use_family_experts(module: PreTrainedModel) -> Iterator[None]:
-    """Let transformers' own code compute the experts of a model in this context."""
-    if find_experts(module):
-        module.set_experts_implementation("eager" if module.dtype == torch.float64 else "grouped_mm")
+    """Let transformers' own code compute the experts of a model in this context, unless ranks divide them."""
+    divided = any(experts.exchange is not None for experts in find_experts(module))
+    if not divided:
+        _choose_experts(module, "eager" if module.dtype == torch.float64 else "grouped_mm")
     try:
         yield
     finally:
-        use_own_experts(module)
+        _choose_experts(module, EXPERTS_NAME)
+
+
+def _choose_experts(module: PreTrainedModel, name: str) -> None:
+    if find_experts(module):  # transformers refuses a model without experts
+        module.set_experts_implementation(name)
 
 
 @contextmanager
@@ -71,18 +93,36 @@ def compute_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     """
     expert, order = torch.sort(chosen.reshape(-1), stable=True)
     ends = _count_up_to(expert, module.num_experts)
-    rows: Tensor = _TokensToRows.apply(hidden, order, chosen.shape[1])  # type: ignore[no-untyped-call]
+    rows = to_expert_order(hidden, order, chosen.shape[1])
     multiple = 1 if torch.is_grad_enabled() else _row_multiple.get()
-    compute = _compute_rows if multiple == 1 else partial(_compute_padded_rows, multiple)
-    outputs = compute(module, rows, expert, ends)
+    compute = partial(_compute_rows, module) if multiple == 1 else partial(_compute_padded_rows, multiple, module)
+    if module.exchange is None:
+        outputs = compute(rows, expert, ends)
+    else:
+        outputs = module.exchange(rows, _count_rows(ends), compute)
     weighted = outputs * weights.reshape(-1).index_select(0, order)[:, None]
-    sums: Tensor = _RowsToTokens.apply(weighted, order, chosen.shape[1])  # type: ignore[no-untyped-call]
-    return sums.to(hidden.dtype)
+    return from_expert_order(weighted, order, chosen.shape[1]).to(hidden.dtype)
 
 
 def _count_up_to(expert: Tensor, num_experts: int) -> Tensor:
     """[R] sorted → [E]: the number of rows of each expert and of those before it, without a read of the device."""
     return torch.searchsorted(expert, torch.arange(num_experts, device=expert.device), right=True)
+
+
+def _count_rows(ends: Tensor) -> Tensor:
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
+def host_counts(*counts: Tensor, total: int) -> list[list[int]]:
+    """Return numbers of rows as integers, by one read of the device.
+
+    total: the sum of each tensor of numbers, where they have no values, as in a plan. It is then divided evenly.
+    """
+    if not isinstance(counts[0], FakeTensor):
+        numbers: list[list[int]] = torch.stack(counts).tolist()
+        return numbers
+    share, more = divmod(total, len(counts[0]))
+    return [[share + (index < more) for index in range(len(counts[0]))] for _ in counts]
 
 
 def _compute_rows(module: Any, rows: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
@@ -92,10 +132,10 @@ def _compute_rows(module: Any, rows: Tensor, expert: Tensor, ends: Tensor) -> Te
     """
 
     def multiply(x: Tensor, name: str) -> Tensor:
-        weight = getattr(module, name)
+        weight = _own_part(getattr(module, name))
         out = grouped_product(x, weight if module.is_transposed else weight.transpose(1, 2), ends)
         # the gradient of an index is a sum in a fixed order, and that of `index_select` is not
-        return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
+        return out + _own_part(getattr(module, f"{name}_bias"))[expert] if module.has_bias else out
 
     if module.has_gate:
         inner = module._apply_gate(multiply(rows, "gate_up_proj"))
@@ -108,7 +148,7 @@ def _compute_rows(module: Any, rows: Tensor, expert: Tensor, ends: Tensor) -> Te
 
 def _compute_padded_rows(multiple: int, module: Any, rows: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
     """Compute as `_compute_rows` does, with rows of zeros that make each expert's number of rows a multiple."""
-    counts = ends.diff(prepend=ends.new_zeros(1))
+    counts = _count_rows(ends)
     padded_counts = (counts + multiple - 1) // multiple * multiple
     padded_ends = padded_counts.cumsum(0)
     moved = (padded_ends - padded_counts) - (ends - counts)
@@ -116,6 +156,11 @@ def _compute_padded_rows(multiple: int, module: Any, rows: Tensor, expert: Tenso
     padded = rows.new_zeros(int(padded_ends[-1]), rows.shape[1]).index_copy_(0, places, rows)
     padded_expert = torch.repeat_interleave(padded_counts, output_size=len(padded))
     return _compute_rows(module, padded, padded_expert, padded_ends).index_select(0, places)
+
+
+def _own_part(weight: Tensor) -> Tensor:
+    """Return the experts of this rank."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -134,8 +179,20 @@ def _has_grouped_kernel(x: Tensor) -> bool:
     return x.dtype != torch.float64 and not is_old
 
 
+def to_expert_order(tokens: Tensor, order: Tensor, k: int) -> Tensor:
+    """[T, H] → [T · k, H]: the row of each choice, in the order of experts. order: [T · k], of the choices."""
+    rows: Tensor = _TokensToRows.apply(tokens, order, k)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def from_expert_order(rows: Tensor, order: Tensor, k: int) -> Tensor:
+    """[T · k, H] → [T, H]: the sum of each token's rows, from the order of experts."""
+    tokens: Tensor = _RowsToTokens.apply(rows, order, k)  # type: ignore[no-untyped-call]
+    return tokens
+
+
 class _TokensToRows(torch.autograd.Function):
-    """[T, H] → [T · k, H]: the row of each choice, in the order of experts. Its gradient is a sum of k rows."""
+    """A copy of rows, whose gradient is a sum of k rows, in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, k: int) -> Tensor:
@@ -150,7 +207,7 @@ class _TokensToRows(torch.autograd.Function):
 
 
 class _RowsToTokens(torch.autograd.Function):
-    """[T · k, H] → [T, H]: the sum of each token's rows, from the order of experts."""
+    """A sum of k rows, whose gradient is a copy."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, k: int) -> Tensor:

@@ -70,7 +70,8 @@ class Backend(Protocol):
         ...
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight of the equal model without adapters, as `weights` does."""
+        """Yield each weight of the equal model without adapters, as `weights` does, for `PublishedNames.publish`:
+        experts that ranks divide come one at a time."""
         ...
 
     def adapter_weights(self) -> dict[str, Tensor]:

@@ -88,6 +88,12 @@ class MeshConfig(Config):
         description="ranks that split each layer, its heads and its inner width, and the tokens between layers; more "
         "need less memory for activations, and communicate in every layer",
     )
+    expert: int = Field(
+        1,
+        ge=1,
+        description="ranks that divide the experts of each layer of a mixture among them; more gather fewer weights, "
+        "and send each token to the ranks of its experts",
+    )
 
     def check_ranks(self, ranks: int) -> None:
         """Refuse a number of ranks that is not a multiple of the mesh."""
@@ -96,4 +102,11 @@ class MeshConfig(Config):
             raise ConfigError(
                 f"`mesh.replicas={self.replicas}` times `mesh.tensor={self.tensor}` are {block}, and `ranks={ranks}` "
                 f"is no multiple of that. Set `ranks={max(block, ranks - ranks % block)}`, or a smaller mesh."
+            )
+        shards = ranks // self.replicas
+        if shards % self.expert:
+            fits = max(count for count in range(1, self.expert) if not shards % count)
+            raise ConfigError(
+                f"`mesh.expert={self.expert}` divides the ranks of one copy of the weights, and `ranks={ranks}` over "
+                f"`mesh.replicas={self.replicas}` are {shards}. Choose a divisor, such as {fits}."
             )

@@ -1,4 +1,4 @@
-"""The ranks of sharded weights as a device mesh: replica × data × tensor.
+"""The ranks of sharded weights as device meshes: replica × data × tensor, and for experts replica × shard × expert.
 
     replica     copies of the same shards
     data        each layer's weights are sharded over these ranks
@@ -9,7 +9,10 @@
                 2 │ 3             6 │ 7                          rollouts other ones along replica and data
              replica 0         replica 1
 
-Ranks along `tensor` have adjacent numbers, because they exchange the most.
+    expert      each layer's experts are divided over these ranks, which compute other rollouts or other tokens of them
+
+Ranks along `tensor` have adjacent numbers, because they exchange the most. So have those along `expert`, which is any
+divisor of data × tensor. The other ranks of a copy shard the same experts.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ def build_mesh(config: MeshConfig, device_type: str, *, timeout: float = 1800.0)
         "tensor": config.tensor,
     }
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "data"}
-    meshes = ShardMeshes.from_mesh(init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    meshes = ShardMeshes.from_mesh(mesh, config.expert)
     groups = meshes.groups() - {dist.group.WORLD}
     for group in groups if dist.get_backend() != dist.Backend.FAKE else ():
         _set_pg_timeout(timedelta(seconds=timeout), group)
@@ -56,22 +60,35 @@ class ShardMeshes:
     """All ranks: those of data × tensor as one dimension, and the replicas as another if there are any."""
     tensor: DeviceMesh | None
     """The ranks that compute the same rollouts; None for one."""
+    expert: DeviceMesh | None
+    """The ranks that divide the experts of each layer; None for one."""
+    experts: DeviceMesh | None
+    """The ranks that share the same experts, and the replicas as another dimension if there are any; None if they are
+    those of `layers`."""
     rollouts: dist.ProcessGroup
     """The ranks along replica and data: they hold other rollouts."""
     everyone: dist.ProcessGroup
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh) -> ShardMeshes:
-        """Return the parts of a mesh with the dimensions above, or with a single one."""
+    def from_mesh(cls, mesh: DeviceMesh, expert: int = 1) -> ShardMeshes:
+        """Return the parts of a mesh with the dimensions above, or with a single one. expert: the ranks along it."""
         names = mesh.mesh_dim_names or ("data",)
+
+        def with_replicas(part: DeviceMesh) -> DeviceMesh:
+            return DeviceMesh._concatenate([mesh["replica"], part]) if "replica" in names else part
+
         layers = root = mesh
-        tensor = None
+        tensor = experts = None
+        shards = mesh["data"] if "replica" in names else mesh
         if "tensor" in names:
             tensor, shards = mesh["tensor"], mesh["data", "tensor"]._flatten("shard")
-            replicated = "replica" in names
-            layers = mesh["replica", "data"] if replicated else mesh["data"]
-            root = DeviceMesh._concatenate([mesh["replica"], shards]) if replicated else shards
-        return cls(layers, root, tensor, _group(layers, "rollouts"), _group(mesh, "ranks"))
+            layers = mesh["replica", "data"] if "replica" in names else mesh["data"]
+            root = experts = with_replicas(shards)
+        divided = None
+        if expert > 1:
+            parts = shards._unflatten(0, (shards.size() // expert, expert), ("expert_shard", "expert"))
+            divided, experts = parts["expert"], with_replicas(parts["expert_shard"])
+        return cls(layers, root, tensor, divided, experts, _group(layers, "rollouts"), _group(mesh, "ranks"))
 
     @property
     def device_type(self) -> str:
@@ -95,7 +112,7 @@ class ShardMeshes:
 
     def groups(self) -> set[dist.ProcessGroup]:
         """Every process group that is used."""
-        meshes = [self.layers, self.root, *([] if self.tensor is None else [self.tensor])]
+        meshes = [mesh for mesh in (self.layers, self.root, self.tensor, self.expert, self.experts) if mesh is not None]
         return {self.rollouts, self.everyone, *(group for mesh in meshes for group in mesh.get_all_groups())}
 
 

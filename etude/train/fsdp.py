@@ -2,6 +2,7 @@
 
     ShardedModel (root)                 embedding, final norm, head     whole for a micro-batch
     └─ each decoder layer               one FSDP group each             whole while it computes
+       └─ experts, on other ranks       another one, if ranks divide experts or layers
                                         │
     AdamW over the DTensors  ◄──────────┘  gradients: sums over ranks, in float32
 
@@ -18,18 +19,22 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from etude.batch import Batch, Pack
 from etude.errors import ConfigError
 from etude.models import Model
+from etude.models.experts import find_experts
 from etude.models.float32_weights import find_float32_weights
 from etude.models.lora_layers import external_name
 from etude.models.mixers import AloneMixer
+from etude.models.published_names import expert_name
 from etude.models.transformers_backbone import decoder_layers
 from etude.train.config import TrainConfig
 from etude.train.device_mesh import ShardMeshes
+from etude.train.expert_parallel import choose_sharded_dimension, gather_experts, split_experts
 from etude.train.forward import ComputeFn, ForwardPass, ReferenceModel
 from etude.train.optim import PRECISIONS, ShardedOptimizer
 from etude.train.tensor_parallel import TensorParallel, split_layers, sum_whole_gradients, whole_tensor
@@ -60,9 +65,8 @@ class ShardedModel(nn.Module):
         if self.meshes.tensor is not None:
             split_layers(model, self.meshes.tensor)
             self.tensor = TensorParallel(model, self.meshes.tensor)
-        policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None, cast_forward_inputs=False
-        )
+        if self.meshes.expert is not None:
+            split_experts(model, self.meshes.expert)
         self.ranks = self.meshes.rollout_ranks
         """The ranks that hold other rollouts."""
         self._running = False
@@ -70,19 +74,31 @@ class ShardedModel(nn.Module):
         """True once the current micro-batch has run the model."""
         self._outputs: list[Tensor] | None = None
         """The outputs of the current micro-batch whose backward pass is not made yet."""
-        unsharded = set(self._float32_weights())
-        if compute_dtype is not None:
-            for weight in model.parameters():
-                if not weight.requires_grad and weight not in unsharded:
-                    weight.data = weight.data.to(compute_dtype)
         self.layers = decoder_layers(model.module, model.num_layers)
+        self.experts = [] if self.meshes.experts is None else find_experts(model.module)
+        """The experts that other ranks share than the rest of their layers."""
+        self._shard()
+
+    def _shard(self) -> None:
+        """Make the FSDP groups, from the innermost to the root."""
+        dtype, unsharded = self.compute_dtype, set(self._float32_weights())
+        if dtype is not None:
+            for weight in self.model.parameters():
+                if not weight.requires_grad and weight not in unsharded:
+                    weight.data = weight.data.to(dtype)
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None, cast_forward_inputs=False
+        )
+        for experts in self.experts:
+            placement = choose_sharded_dimension(experts, self.meshes)
+            fully_shard(experts, mesh=self.meshes.experts, mp_policy=policy, shard_placement_fn=placement)
         for layer in self.layers:
             fully_shard(layer, mesh=self.meshes.layers, mp_policy=policy, ignored_params=unsharded)
         fully_shard(self, mesh=self.meshes.root, mp_policy=policy, ignored_params=unsharded)
         for group in self.groups():
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
-        groups = [cast(FSDPModule, layer) for layer in self.layers]
+        groups = [cast(FSDPModule, group) for layer in self.layers for group in (layer, *self._experts_of(layer))]
         for group, following in pairwise(groups):  # a layer is gathered while the one before it computes
             group.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([group])
@@ -143,8 +159,12 @@ class ShardedModel(nn.Module):
 
         self.run(compute)
 
+    def _experts_of(self, layer: nn.Module) -> list[nn.Module]:
+        """Return the FSDP groups within a layer."""
+        return find_experts(layer) if self.experts else []
+
     def groups(self) -> Iterator[FSDPModule]:
-        """The FSDP groups: the root and each layer."""
+        """The FSDP groups: the root, each layer, and the experts within layers."""
         return (each for each in self.modules() if isinstance(each, FSDPModule))
 
     def reset(self) -> None:
@@ -165,7 +185,8 @@ class ShardedModel(nn.Module):
     def sum_gradients(self) -> None:
         """Complete the gradients of all micro-batches, of which this rank may have a part."""
         if self.meshes.tensor is not None:
-            sum_whole_gradients(self.layers, self.meshes.tensor)
+            complete = {id(weight) for experts in self.experts for weight in experts.parameters()}
+            sum_whole_gradients(self.layers, self.meshes.tensor, complete)
         weights = [weight for weight in self._float32_weights() if weight.requires_grad]
         if not weights:
             return
@@ -181,13 +202,20 @@ class ShardedModel(nn.Module):
             return []
         return list(find_float32_weights(self.module, self.compute_dtype).values())
 
-    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield a copy of every weight, whole, by its external name. Every rank consumes all of them."""
-        layers = {id(layer): layer for layer in self.layers}
-        names = {id(layer): name for name, layer in self.module.named_modules() if id(layer) in layers}
-        yield from self._group_weights(cast(FSDPModule, self), self.module, "", skip=set(layers))
+    def whole_weights(self, *, by_expert: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield a copy of every weight, whole, by its external name. Every rank consumes all of them.
+
+        by_expert: yield experts that ranks divide one at a time, by their `expert_name`.
+        """
+        groups = {id(group) for group in (*self.layers, *self.experts)}
+        names = {id(part): f"{name}." for name, part in self.module.named_modules() if id(part) in groups}
+        yield from self._group_weights(cast(FSDPModule, self), self.module, "", skip=groups)
         for layer in self.layers:
-            yield from self._group_weights(cast(FSDPModule, layer), layer, f"{names[id(layer)]}.", skip=set())
+            for group in (layer, *self._experts_of(layer)):
+                divided = self.meshes.expert if by_expert and group is not layer else None
+                yield from self._group_weights(
+                    cast(FSDPModule, group), group, names[id(group)], skip=groups, divided=divided
+                )
 
     def whole_adapters(self) -> dict[str, Tensor]:
         """Return the adapters' weights, whole, in the dtype of forward passes. All ranks call it together."""
@@ -199,12 +227,17 @@ class ShardedModel(nn.Module):
         return adapters
 
     def _group_weights(
-        self, group: FSDPModule, module: nn.Module, prefix: str, *, skip: set[int]
+        self, group: FSDPModule, module: nn.Module, prefix: str, *, skip: set[int], divided: DeviceMesh | None = None
     ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of a group. divided: the ranks that divide its experts, to yield them one at a time."""
         group.unshard()
         try:
             for name, weight in _named_parameters(module, prefix, skip):
-                yield external_name(name), whole_tensor(weight)
+                if divided is None:
+                    yield external_name(name), whole_tensor(weight)
+                    continue
+                for expert, part in enumerate(gather_experts(weight, divided)):
+                    yield expert_name(external_name(name), expert), part
         finally:
             group.reshard()
 
@@ -277,7 +310,7 @@ class FsdpBackend:
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight of the equal model without adapters, whole. Every rank consumes all of them."""
-        return self.model.merged_weights(self._sharded.whole_weights())
+        return self.model.merged_weights(self._sharded.whole_weights(by_expert=True))
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the adapters' weights, whole. All ranks call it together."""

@@ -230,7 +230,7 @@ class Learner:
         return self._backend.weights()
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the equal model without adapters, as `weights` does."""
+        """Yield the weights of the equal model without adapters, for `PublishedNames.publish`; see `Backend`."""
         return self._backend.merged_weights()
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ twice, so gradients of weights that every rank has whole are sums over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import torch
@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from etude.batch import Pack
 from etude.errors import ConfigError
 from etude.models import Model, PackedAttention
+from etude.models.experts import find_experts
 from etude.models.transformers_backbone import decoder_layers
 from etude.train.ranks import DistributedRanks
 
@@ -98,8 +99,9 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
     for name in SPLIT:
         closes = name.endswith(("o_proj", "down_proj"))
         plan[name] = RowwiseParallel(output_layouts=own_tokens) if closes else ColwiseParallel()
-    for layer in decoder_layers(model.module, model.num_layers):
-        parallelize_module(layer, mesh, plan, src_data_rank=None)
+    attention = {name: style for name, style in plan.items() if not name.startswith("mlp")}
+    for layer in decoder_layers(model.module, model.num_layers):  # a mixture computes each rank's own tokens
+        parallelize_module(layer, mesh, attention if find_experts(layer) else plan, src_data_rank=None)
 
 
 def refuse_unsplittable(model: Model, tensor: int) -> None:
@@ -131,16 +133,19 @@ def refuse_unsplittable(model: Model, tensor: int) -> None:
             )
 
 
-def sum_whole_gradients(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+def sum_whole_gradients(layers: Iterable[nn.Module], mesh: DeviceMesh, complete: Collection[int] = ()) -> None:
     """Add up, over the `tensor` ranks, the gradients of the layers' weights that each of them has whole.
 
-    They are those of the norms. Each rank applied them to its own tokens, or to its own heads.
+    They are those of the norms and routers. Each rank applied them to its own tokens, or to its own heads.
+    complete: the identities of weights whose gradients are sums over these ranks already.
     """
     gradients = [
         parameter.grad.to_local()
         for layer in layers
         for parameter in layer.parameters()
-        if isinstance(parameter.grad, DTensor) and "tensor" not in (parameter.grad.device_mesh.mesh_dim_names or ())
+        if id(parameter) not in complete
+        and isinstance(parameter.grad, DTensor)
+        and "tensor" not in (parameter.grad.device_mesh.mesh_dim_names or ())
     ]
     if not sum(gradient.numel() for gradient in gradients):
         return
@@ -165,6 +170,9 @@ def _odd_weight(layer: nn.Module, head_dim: int) -> str:
     """Return what a layer has besides the known weights, or lacks of them; "" if it is as expected."""
     shapes = {name: parameter.shape for name, parameter in layer.named_parameters()}
     known = {f"{name}.weight" for name in (*SPLIT, *NORMS)}
+    if find_experts(layer):
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith("mlp.")}
+        known = {name for name in known if not name.startswith("mlp.")}
     optional = {f"{name}.bias" for name in SPLIT} | {f"{name}.weight" for name in HEAD_NORMS}
     for name in sorted(shapes.keys() - known - optional):
         return f"has `{name}` besides"

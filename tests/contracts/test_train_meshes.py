@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from etude.algorithms.losses.preference import RewardModelLoss
 from etude.checkpoint import CheckpointManager
@@ -29,7 +30,7 @@ from tests.contracts.test_train_engines import (
     weight_difference,
     weights_equal,
 )
-from tests.recipes.ranked import RankPolicy, score_model, start_crew
+from tests.recipes.ranked import RankPolicy, family_policy, score_model, start_crew
 from tests.train.tasks import VOCABULARY, model, rollouts
 from tests.train.test_scoring import pairs
 
@@ -44,6 +45,22 @@ MESHES = {
     "replica 2 x tensor 2": (REPLICAS_AND_TENSOR, partial(model, tied=False)),
 }
 """The meshes of four ranks, each with a model. Its head may be tied to the embedding."""
+SIX = {"num_experts": 6, "num_local_experts": 6}
+"""Experts that two pairs of ranks cannot shard whole: they shard their rows."""
+MIXTURES: dict[str, tuple[MeshConfig, str, dict[str, Any]]] = {
+    "expert 4": (MeshConfig(expert=4), "gpt_oss", {}),
+    "expert 2, rows sharded": (MeshConfig(expert=2), "qwen3_moe", {"sizes": SIX}),
+    "data 2 x tensor 2": (BOTH, "qwen3_moe", {}),
+    "data 2 x tensor 2, expert 4": (MeshConfig(tensor=2, expert=4), "qwen3_moe", {}),
+    "replica 2 x data 2, expert 2": (MeshConfig(replicas=2, expert=2), "qwen3_moe", {}),
+    "expert 2, activations made twice": (MeshConfig(expert=2), "qwen3_moe", {"activation_checkpointing": "full"}),
+    "expert 4, activations but products made twice": (
+        MeshConfig(expert=4),
+        "gpt_oss",
+        {"activation_checkpointing": "selective"},
+    ),
+}
+"""The meshes of mixtures of experts, each with a family and options."""
 LEARNERS: dict[str, tuple[MeshConfig, dict[str, Any]]] = {
     "biases, and activations made twice": (
         TENSOR,
@@ -94,6 +111,88 @@ def test_every_learner_equals_that_of_one_rank(on_mesh: Callable[[MeshConfig], E
     one, many = engine.start_one(**options), engine.start(**options)
     run_steps(one, 1), run_steps(many, 1)
     assert weight_difference(one, many) <= 1e-12
+
+
+@pytest.mark.parametrize("mesh", MIXTURES)
+def test_mixtures_equal_those_of_one_rank(on_mesh: Callable[[MeshConfig], Engine], mesh: str) -> None:
+    """Each rank sends its tokens to the ranks of their experts; in the last updates most ranks have no rollout."""
+    config, name, more = MIXTURES[mesh]
+    engine, options = on_mesh(config), {"max_tokens_per_micro_batch": 40, **more}
+    options["policy"] = partial(family_policy, name=name, **options.pop("sizes", {}))
+    one, many = engine.start_one(**options), engine.start(**options)
+    expected_metrics, all_metrics = (
+        run_steps(crew, 1) + run_steps(crew, 1, groups=1, updates=3, first=1) for crew in (one, many)
+    )
+    assert weight_difference(one, many) <= 1e-12
+    for expected, metrics in zip(expected_metrics, all_metrics, strict=True):
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(expert=4), MeshConfig(tensor=2, expert=2), MeshConfig(replicas=2)])
+def test_any_mesh_resumes_divided_experts(
+    on_mesh: Callable[[MeshConfig], Engine], mesh: MeshConfig, tmp_path: Path
+) -> None:
+    policy = partial(family_policy, name="qwen3_moe")
+    many = on_mesh(MeshConfig(expert=2)).start(policy=policy)
+    run_steps(many, 1)
+    many.call(RankPolicy.save, CheckpointManager(tmp_path), 1)
+    saved = many.call(RankPolicy.weights)[0]
+    run_steps(many, 1, first=1)
+    expected = many.call(RankPolicy.weights)[0]
+    for crew in (on_mesh(mesh).start_one(policy=policy), on_mesh(mesh).start(policy=policy)):
+        crew.call(RankPolicy.resume, tmp_path)
+        assert all(weights_equal(saved, weights) for weights in crew.call(RankPolicy.weights))
+        run_steps(crew, 1, first=1)
+        weights = crew.call(RankPolicy.weights)[0]
+        assert max(float((weights[name] - weight).abs().max()) for name, weight in expected.items()) <= 1e-12
+
+
+@pytest.mark.parametrize(("expert", "shares"), [(2, True), (4, False)])
+def test_tokens_are_exchanged_once_for_each_product_of_a_mixture(
+    on_mesh: Callable[[MeshConfig], Engine], expert: int, shares: bool
+) -> None:
+    """Their numbers, the tokens and the results; and two more in the backward pass. Experts on one rank alone need no
+    gather."""
+    layers = 2
+    expected = expected_calls(layers, micro_batches=2) | {"exchanges": 2 * 5 * layers, "sums": 2}
+    if shares:
+        expected |= {"gathers": 2 * (4 * layers + 1), "reduces": 2 * (2 * layers + 1), "sums": 3}
+    policy = partial(family_policy, name="qwen3_moe")
+    crew = on_mesh(MeshConfig(expert=expert)).start(policy=policy, max_tokens_per_micro_batch=120)
+    for counts in crew.call(RankPolicy.count_collectives, rollouts(groups=4)):
+        assert counts == expected, counts
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_divided_experts_are_written_as_one_rank_writes_them(
+    on_mesh: Callable[[MeshConfig], Engine], name: str, tmp_path: Path
+) -> None:
+    """One at a time; and published to an embedded engine. Their files may have all in one tensor."""
+    policy = partial(family_policy, name=name)
+    engine = on_mesh(MeshConfig(expert=2))
+    one, many = engine.start_one("fp32", policy=policy), engine.start("fp32", policy=policy)
+    for crew, where in ((one, tmp_path / "by one"), (many, tmp_path / "by many")):
+        where.mkdir()
+        (where / "tokenizer.json").write_text("{}")
+        crew.call(RankPolicy.write_model, where)
+    written = [load_file(tmp_path / by / "model" / "model.safetensors") for by in ("by one", "by many")]
+    assert weights_equal(*written)
+    assert many.call(RankPolicy.publish, policy) == [True] * 4
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(expert=2), MeshConfig(tensor=2, expert=4)])
+def test_no_rank_holds_a_whole_mixture_while_it_loads(four: ProcessCrew, mesh: MeshConfig, tmp_path: Path) -> None:
+    """Each rank reads its own blocks. The check of the model gathers two layers, as every pass does, each by way of a
+    buffer of its size."""
+    experts, hidden, inner, layers = 8, 256, 128, 8
+    sizes: dict[str, Any] = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_experts": experts, "num_local_experts": experts}
+    save(family_policy("fp32", "qwen3_moe", **sizes), tmp_path)
+    layer = 4 * 3 * experts * hidden * inner
+    for rank in four.call(RankPolicy.measure_loading, tmp_path, mesh):
+        assert rank["peak"] <= rank["shards"] + 4 * layer // mesh.expert + 2**21 < layers * layer, rank
+    expected = {name: weight.detach() for name, weight in load(tmp_path, dtype=torch.float32).named_weights()}
+    assert all(weights_equal(expected, weights) for weights in four.call(RankPolicy.load_weights, tmp_path, mesh=mesh))
 
 
 def test_split_layers_are_not_compiled(on_mesh: Callable[[MeshConfig], Engine]) -> None:

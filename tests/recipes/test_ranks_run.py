@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from etude.cli import main
 from etude.observe import configure_logging
 from etude.recipes.run.rules import checks
 from etude.store import open_store
+from tests.families import make_family
 from tests.processes import gone
 from tests.recipes.rewards import planned
 from tests.recipes.run.test_loop import EVERY_STEP
@@ -114,6 +116,23 @@ def test_a_run_of_two_ranks_resumes_with_one(world: Path, whole: Path, tmp_path:
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert "does not read `ranks`" in refused(capsys, "eval", str(run), "ranks=2")
+
+
+@pytest.mark.integration
+def test_a_run_that_divides_experts_resumes_with_one_rank(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    """It trains what one rank trains, with an embedded engine on each rank."""
+    mixture = tmp_path / "mixture"
+    make_family(mixture / "model", "qwen3_moe")
+    shutil.copy(world / "tasks.jsonl", mixture)
+    alone = train(mixture, tmp_path / "alone", steps=3)
+    run = train(mixture, tmp_path / "run", ranks=2, mesh__expert=2, steps=2)
+    assert main(["train", "--resume", str(run), "ranks=1", "mesh.expert=1", "steps=3"]) == 0
+    for step, expected in zip(step_metrics(run), step_metrics(alone), strict=True):
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
+        assert step["engine/exact"] == expected["engine/exact"]
+    assert furthest(run, alone) < 1e-3
+    none = options(world, directory=tmp_path / "none", ranks=2, mesh__expert=2)
+    assert "`mesh.expert=2` divides experts, and this qwen3 model has none" in refused(capsys, "train", *none)
 
 
 @pytest.mark.smoke

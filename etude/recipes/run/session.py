@@ -141,7 +141,8 @@ def _describe_engine(engine: str, mesh: MeshConfig, ranks: int) -> str:
     data = ranks // (mesh.replicas * mesh.tensor)
     sizes = {"replicas": mesh.replicas, "data": data, "tensor": mesh.tensor}
     shape = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
-    return f"train engine: fsdp ({shape})"
+    experts = "" if mesh.expert == 1 else f", experts divided by {mesh.expert}"
+    return f"train engine: fsdp ({shape}{experts})"
 
 
 def _how_to_resume(run: Recipe) -> str:

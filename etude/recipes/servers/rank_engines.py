@@ -24,6 +24,7 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Completion, SamplingParams
 from etude.rollout.router import Router
+from etude.train.expert_parallel import refuse_undivided, refuse_without_experts
 from etude.train.tensor_parallel import refuse_unsplittable
 
 R = TypeVar("R", bound=Recipe)
@@ -32,12 +33,16 @@ R = TypeVar("R", bound=Recipe)
 def start_ranks(rank: Callable[[R], object], run: R, logs: Path) -> MultiRankCrew[Any]:
     """Start the ranks of a run, and wait until each has built its worker.
 
-    Layers that the mesh cannot split are refused before: the model's config tells.
+    Layers that the mesh cannot split and experts that it cannot divide are refused before: the model's config tells.
     """
-    if run.mesh.tensor > 1 and run.model.path is not None:
+    if run.mesh.tensor * run.mesh.expert > 1 and run.model.path is not None:
         model = create_on_meta(run.model.path, dtype=torch.float32, head=run.head)
         model = adapt(model, run.lora, seed=run.seed) if run.lora.is_enabled else model
-        refuse_unsplittable(model, run.mesh.tensor)
+        if run.mesh.expert > 1:
+            refuse_without_experts(model, run.mesh.expert)
+            refuse_undivided(model, run.mesh.expert)
+        if run.mesh.tensor > 1:
+            refuse_unsplittable(model, run.mesh.tensor)
     return crew_of(run.cluster)(
         rank,
         run,

@@ -61,6 +61,7 @@ ANSWERED = {
     "generator.max_num_batched_tokens": "rollout.max_num_batched_tokens",
     "presence_penalty": NOT_NEEDED,
     "pipeline_parallel_size": "`mesh.tensor` and `mesh.replicas`",
+    "expert_parallel_size": "mesh.expert",
     "logger.wandb.name": "observe.wandb.name",
     "actor_rollout_ref.rollout.seed": "seed",
     "reward_weights": "`reward=combined`, each part of which has a `weight`",
