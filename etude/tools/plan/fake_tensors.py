@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.checkpoint import _allowed_determinism_checks_to_fns as _recomputation_checks
 
 from etude.tools.plan.memory_tracker import MemoryTracker
 
@@ -321,7 +322,8 @@ def _placeholder_value(tensor: Any) -> float | bool:
 class FakeDeviceMode(TorchFunctionMode):
     """A mode in which fake tensors report another device, and moves to that device do nothing.
 
-    torch's own operators see the real device, because this machine need not have the other one.
+    torch's own operators see the real device, because this machine need not have the other one. So a checkpointed layer
+    may save a tensor under one device and compute it again under the other; torch then compares all but the device.
     """
 
     def __init__(self, mode: FakeFloatMode, device: torch.device) -> None:
@@ -337,6 +339,8 @@ class FakeDeviceMode(TorchFunctionMode):
             setattr(torch.cpu.Stream, name, value)
         self._real_capability = torch.cuda.get_device_capability
         torch.cuda.get_device_capability = lambda *_: CAPABILITY
+        self._real_metadata = _recomputation_checks["default"]
+        _recomputation_checks["default"] = lambda tensor: (tensor.shape, tensor.dtype)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -344,6 +348,7 @@ class FakeDeviceMode(TorchFunctionMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         FakeTensor.device = self._real_device  # type: ignore[method-assign]
         torch.cuda.get_device_capability = self._real_capability
+        _recomputation_checks["default"] = self._real_metadata
         for name in STREAM:
             delattr(torch.cpu.Stream, name)
 

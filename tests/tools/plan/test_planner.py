@@ -358,6 +358,19 @@ def test_tensor_parallel_ranks_have_a_part_of_the_activations(model: Path) -> No
 
 
 @pytest.mark.integration
+def test_ranks_that_divide_experts_gather_fewer_of_them(tmp_path: Path) -> None:
+    """Also where they split the attention. A layer's activations are computed again."""
+    tiny_config(64, family="qwen3_moe", layers=4).save_pretrained(tmp_path)
+    common = ("train.precision=bf16", "train.activation_checkpointing=full", "gpus=4", "ranks=4")
+    meshes: tuple[tuple[str, ...], ...] = ((), ("mesh.expert=4",), ("mesh.expert=4", "mesh.tensor=2"))
+    plans = [plan_memory(plan_run(tmp_path, *common, *mesh), with_savings=False) for mesh in meshes]
+    shared, *divided = (plan.devices[0].phases["updating"].kinds for plan in plans)
+    for kinds in divided:
+        assert kinds["activations"] < 0.6 * shared["activations"]
+        assert kinds["optimizer"] == pytest.approx(shared["optimizer"], rel=0.02)
+
+
+@pytest.mark.integration
 def test_each_device_has_the_parts_that_are_placed_on_it(model: Path) -> None:
     layout = ("placement.layout=split", "kl=reverse", "placement.reference=cuda:2")
     trainers, samples, reference_device = plan_memory(
