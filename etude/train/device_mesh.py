@@ -87,6 +87,7 @@ class ShardMeshes:
         divided = None
         if expert > 1:
             parts = shards._unflatten(0, (shards.size() // expert, expert), ("expert_shard", "expert"))
+            parts._flatten("divided")  # the norm is then one sum over both
             divided, experts = parts["expert"], with_replicas(parts["expert_shard"])
         return cls(layers, root, tensor, divided, experts, _group(layers, "rollouts"), _group(mesh, "ranks"))
 
