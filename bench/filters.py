@@ -9,27 +9,35 @@ nearly even. So `top_p` alone keeps most of the vocabulary, and its sets are bit
     update   one step on these answers: a forward and a backward pass over their sets
     center   one step without a filter, with `correction.center` and 32 alternatives to each token
 
+The case `JSON` holds the answers to a schema whose strings are long, over a vocabulary of random words.
+
 A ratio is the median over the rounds of a case's time divided by that of the case without a filter.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import tokenizers
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from tokenizers import decoders, models
 
 from bench.common import written
 from etude.algorithms import AlgorithmConfig, AlgorithmState
 from etude.algorithms.corrections import CorrectionConfig
 from etude.batch import Batch
+from etude.chat import Tokenizer
+from etude.chat.grammar import HEADER
 from etude.data.samples import build_samples
 from etude.models import Model, create, tiny_config
 from etude.observe import make_console, progress
@@ -46,6 +54,8 @@ FILTERS: dict[str, Mapping[str, Any]] = {
     "top_p 0.95": {"top_p": 0.95},
 }
 CENTERED = {"alternatives": 32}
+SCHEMA = {"type": "array", "items": {"type": "string", "minLength": 100}, "minItems": 3}
+GRAMMAR = f"{HEADER}start: %json {json.dumps(SCHEMA)}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,23 @@ class Timing:
     work: str
     case: str
     seconds: float
+
+
+def tokenizer_of(vocabulary: int, directory: Path) -> Tokenizer:
+    """Return a tokenizer of all printable characters and of random words."""
+    numbers = np.random.default_rng(0)
+    characters = [chr(code) for code in range(32, 127)]
+    words = dict.fromkeys(["<end>", *characters])
+    while len(words) < vocabulary:
+        sizes = numbers.integers(2, 9, vocabulary)
+        words |= dict.fromkeys("".join(numbers.choice(characters[33:], size)) for size in sizes.tolist())
+    model = models.WordLevel({word: id for id, word in enumerate(list(words)[:vocabulary])}, unk_token="<end>")
+    inner = tokenizers.Tokenizer(model)
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens(["<end>"])
+    inner.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return Tokenizer.load(directory)
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
@@ -89,12 +116,12 @@ def update(model: Model, batch: Batch, correction: CorrectionConfig) -> float:
     return timed(lambda: learner.update(estimated.batch, objective))[1]
 
 
-def measure(model: Model, rounds: int) -> list[Timing]:
+def measure(model: Model, tokenizer: Tokenizer, rounds: int) -> list[Timing]:
     """Time every case once in each round; the first round is not counted."""
     numbers = np.random.default_rng(0)
     timings: list[Timing] = []
-    cases = [*FILTERS.items(), ("center", CENTERED)]
-    engine = TorchEngine(model, None, TorchEngineConfig(kv_gib=0.1))
+    cases = [*FILTERS.items(), ("JSON", {"grammar": GRAMMAR}), ("center", CENTERED)]
+    engine = TorchEngine(model, tokenizer, TorchEngineConfig(kv_gib=0.1))
     try:
         with progress("sampling and updating", (rounds + 1) * len(cases)) as bar:
             for place in range(rounds + 1):
@@ -127,12 +154,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write a JSON file where one is named."""
     options = parse_arguments(arguments)
     config = tiny_config(options.vocabulary, layers=4, hidden=512, heads=8, kv_heads=4, intermediate=1536)
-    timings = measure(create(config, seed=0), options.rounds)
+    with TemporaryDirectory(prefix="etude-bench-") as directory:
+        tokenizer = tokenizer_of(options.vocabulary, Path(directory))
+    timings = measure(create(config, seed=0), tokenizer, options.rounds)
     table = Table(box=SIMPLE_HEAD, title=f"{REQUESTS} requests for {TOKENS} tokens of {options.vocabulary:,}")
     for heading in ("case", "sample", "ratio", "update", "ratio"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
     ratios: dict[str, float] = {}
-    for name in (*FILTERS, "center"):
+    for name in (*FILTERS, "JSON", "center"):
         cells = [name]
         for work in ("sample", "update"):
             own, plain = (
