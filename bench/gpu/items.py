@@ -65,10 +65,23 @@ def facts(place: Place) -> Figures:
 
 
 def decode(place: Place) -> Figures:
-    """A decode step of the embedded engine: requests at once, and tokens that each attends to."""
+    """A decode step of the embedded engine: requests at once, and tokens that each attends to.
+
+    Steps without static shapes are timed beside it, and the equal answers of both are counted.
+    """
     model = make_model(place, "0.5b")
     figures: Figures = {}
-    with make_engine(place, model, kv_gib=60.0) as engine:
+    asked = prompts(4 if place.tiny else 256, 16 if place.tiny else 256, model.vocab_size)
+    with make_engine(place, model, kv_gib=30.0, static_steps=False) as engine:
+        for requests in (1, len(asked)):
+            step = _decode_step(place, engine, asked[:requests])
+            figures[f"{requests} requests of {len(asked[0])} tokens, not static: ms"] = 1e3 * step
+        answers = _generate(engine, asked, DECODED)
+    with make_engine(place, model, kv_gib=60.0, static_steps=True) as engine:
+        pairs = zip(answers, _generate(engine, asked, DECODED), strict=True)
+        figures["share of answers that are those of steps that are not static"] = float(
+            np.mean([np.array_equal(one, other) for one, other in pairs])
+        )
         for context in (16,) if place.tiny else (256, 1024, 4096):
             for requests in (1, 4) if place.tiny else (1, 16, 64, 256):
                 if requests * context > 512 * 1024:
@@ -78,7 +91,6 @@ def decode(place: Place) -> Figures:
                 figures[f"{name}: ms"] = 1e3 * step
                 figures[f"{name}: tokens/s"] = requests / step
         if place.on_gpu:
-            asked = prompts(256, 256, model.vocab_size)
             with profile(activities=[ProfilerActivity.CUDA]) as profiled:
                 _generate(engine, asked, DECODED)
             busy = sum(event.self_device_time_total for event in profiled.key_averages()) / 1e3
@@ -98,8 +110,8 @@ def _decode_step(place: Place, engine: TorchEngine, asked: list[Ids]) -> float:
 
 
 def _generate(engine: TorchEngine, asked: list[Ids], tokens: int) -> list[Ids]:
-    sampling = SamplingParams(max_tokens=tokens)
-    return [answer.ids for answer in engine.generate_all(asked, [sampling] * len(asked))]
+    samplings = [SamplingParams(max_tokens=tokens, seed=place) for place in range(len(asked))]
+    return [answer.ids for answer in engine.generate_all(asked, samplings)]
 
 
 def train(place: Place) -> Figures:
