@@ -75,7 +75,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._loaded: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
     def matcher(self, grammar: str) -> GrammarMatcher:
@@ -101,8 +102,14 @@ class GrammarCompiler:
         """Return whether a text is one marked token, which free text has no part of."""
         return text in self._marks
 
-    @cached_property
+    @property
     def _inner(self) -> llguidance.LLTokenizer:
+        """The tokenizer as llguidance has it. A large one takes seconds, so it is loaded once."""
+        with self._lock:
+            self._loaded = self._loaded or self._load()
+            return self._loaded
+
+    def _load(self) -> llguidance.LLTokenizer:
         tokenizer = self._tokenizer
         try:
             return llguidance.LLTokenizer(
