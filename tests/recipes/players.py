@@ -72,6 +72,13 @@ async def seeded(task: Task, llm: LLM) -> float:
 
 
 @etude.agent
+async def chooser(task: Task, llm: LLM) -> float:
+    """Choose among some words, and be right with one of them."""
+    words = ["red", "blue", "black"]
+    return float(await say(llm, str(task["prompt"]), extra_body={"guided_choice": words}) == "blue")
+
+
+@etude.agent
 async def forker(task: Task, llm: LLM) -> float:
     """Make one call, then two calls at the same time that do not repeat it."""
     text = await say(llm, str(task["prompt"]))

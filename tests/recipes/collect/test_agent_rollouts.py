@@ -219,6 +219,18 @@ def test_the_agents_sampling_parameters_are_used_if_allowed(world: Path, tmp_pat
         assert (len(answers) <= 4) == (parameters == "default"), "one answer for each of the 4 tasks"
 
 
+@pytest.mark.slow
+def test_an_agent_learns_with_answers_of_a_form(world: Path, tmp_path: Path) -> None:
+    """The trainer knows the tokens that could be drawn, so its ratios are 1; it has no grammar itself."""
+    options = {"agent.path": f"{players.__name__}:chooser", "steps": 12, "train.learning_rate": 0.02}
+    run = train(world, tmp_path / "run", **TALKS | options)
+    steps = step_metrics(run)
+    assert {answer for answers in answers_of(run).values() for answer in answers} <= {"red", "blue", "black"}
+    assert max(step["mismatch/k3"] for step in steps) < 1e-9
+    assert all(step["support/bound_share"] == 1 for step in steps)
+    assert steps[0]["reward"] < 0.7 and steps[-1]["reward"] == 1
+
+
 def test_failures_have_the_configured_reward_also_after_a_resume(world: Path, tmp_path: Path) -> None:
     """A failed attempt counts with `agent.failed_reward`, not with the reward that it had before it failed."""
     fails = {"agent.path": f"{players.__name__}:late_failure", "collect.retries": 0, "steps": 1}
