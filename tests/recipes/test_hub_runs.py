@@ -158,6 +158,39 @@ def test_what_gymnasium_refuses(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.integration
+def test_a_game_of_textarena_says_what_is_new_and_pays_at_its_end() -> None:
+    spec = HubSpec("textarena", "GuessTheNumber-v0", require_hub("textarena"), {"instructions": "Play well."}, 10)
+    with HubPool(spec, 1) as pool:
+        (row,) = pool.tasks(3, 4)
+        first, low, right = asyncio.run(play(pool, Task(0, row), ["I say [7].", "8"]))
+        games = [asyncio.run(play(pool, Task(0, row), ["[7]", "what"]))[0] for _ in range(2)]
+    assert row == {"prompt": [{"role": "user", "content": "Play well."}], "seed": 3}
+    assert first.content[0]["content"].startswith("Play well.\n\nYou are Player 0. You are playing Guess The Number.")
+    assert low.content == "The target number is higher." and low.reward is None and not low.done
+    assert right.done and right.reward == 1.0 and not right.content
+    assert games[0] == games[1] == first
+    with pytest.raises(ConfigError, match="TicTacToe-v0 is no game for one player: The number of players has to be 2"):
+        HubPool(replace(spec, what="TicTacToe-v0", options={}), 1).__enter__()
+    with pytest.raises(ConfigError, match="TextArena cannot make Nothing-v0: Environment Nothing-v0 not found"):
+        HubPool(replace(spec, what="Nothing-v0", options={}), 1).__enter__()
+
+
+@pytest.mark.integration
+def test_a_model_is_trained_on_a_game_of_textarena(world: Path, tmp_path: Path) -> None:
+    given = {
+        **VERIFIERS,
+        "env.hub": "textarena:GuessTheNumber-v0",
+        "env.python": require_hub("textarena"),
+        "env.max_turns": 2,
+        "model.path": make_talker(tmp_path / "model", context=1024),
+        "data.max_prompt_length": 64,
+    }
+    train(world, tmp_path / "run", **{name.replace(".", "__"): value for name, value in given.items()})
+    (first,) = step_metrics(tmp_path / "run")
+    assert first["rollouts"] == 4 and first["turns"] == 2 and first["failed_attempts"] == 0
+
+
 VERIFIERS = {
     "env.hub": "verifiers:digit_v1",
     "data.train": "env:0:2",
@@ -215,10 +248,10 @@ def test_the_errors_of_a_program_of_verifiers_are_outcomes(
         HubPool(elsewhere, 1).__enter__()
 
 
-def make_talker(directory: Path) -> Path:
+def make_talker(directory: Path, context: int = 128) -> Path:
     """Make a tiny random model with a chat template."""
     tokenizer = make_tokenizer(directory, "+=: ijklmnopqrstuvwxyz")
-    sizes = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "context": 128}
+    sizes = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "context": context}
     save(create(tiny_config(tokenizer.vocab_size, **sizes), seed=0, dtype=torch.float32), directory)
     return directory
 
