@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from etude.rollout.python_environments import PythonEnvironment
+    from etude.rollout.python_environments import PackagePins, PythonEnvironment
 
 # The names that ETUDE_REQUIRE may have, and the package whose presence shows each.
 COMPONENTS: dict[str, str] = {
@@ -64,14 +64,14 @@ def require_environment(name: str) -> PythonEnvironment:
     pytest.skip(f"there is no environment {environment.directory.name}")
 
 
-def require_hub(hub: str) -> Path:
+def require_hub(hub: str, pins: PackagePins | None = None) -> Path:
     """Return the Python of a hub's environment. If it is missing, skip the test, or install it if ETUDE_REQUIRE names
-    the hubs."""
+    the hubs. pins: other packages than those that play the hub."""
     from etude.recipes.collect.hub_python import hub_pins
     from etude.rollout.python_environments import ensure_environment, find_environment
 
     _hold_to_its_tier("hubs")
-    pins = hub_pins(hub)
+    pins = pins or hub_pins(hub)
     assert pins is not None, f"{hub} needs no packages"
     environment = find_environment(pins)
     if not environment.is_complete and "hubs" not in required_components():

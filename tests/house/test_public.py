@@ -14,7 +14,7 @@ import etude
 from tests.components import COMPONENTS, required_components
 
 HEAVY = {"torch", "ray", "transformers"}
-ELSEWHERE = {"gymnasium", "openenv", "textarena", "triton", "verifiers"}
+ELSEWHERE = {"gymnasium", "textarena", "triton", "verifiers"}
 """The packages that this environment never has."""
 
 

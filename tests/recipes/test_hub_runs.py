@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,16 @@ from etude.recipes.run.builders.hubs import name_task_files
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import read_metrics
 from etude.records import Message, Outcome, Task
+from etude.rollout.python_environments import PackagePins
 from etude.store.queue.rollout_queue import AttemptReport
 from tests.agents.hubs.test_pool import ODD
 from tests.components import require_hub
 from tests.learn.games import make_tokenizer
 from tests.recipes.runs import Captured, refused_run, same, step_metrics, train, weights
+from tests.waits import blocked_until
 
+SERVER = PackagePins("openenv-server", ("openenv==0.10.0",))
+"""What the servers of OpenEnv need."""
 BLACKJACK = {
     "env.hub": "gymnasium:Blackjack-v1",
     "env.kwargs": "{text: true, instructions: 'play:', actions: [stick, hit], unclear: -1}",
@@ -189,6 +196,71 @@ def test_a_model_is_trained_on_a_game_of_textarena(world: Path, tmp_path: Path) 
     train(world, tmp_path / "run", **{name.replace(".", "__"): value for name, value in given.items()})
     (first,) = step_metrics(tmp_path / "run")
     assert first["rollouts"] == 4 and first["turns"] == 2 and first["failed_attempts"] == 0
+
+
+@pytest.fixture
+def echo_server(tmp_path: Path) -> Iterator[str]:
+    """The environment that `openenv init` makes, which repeats a message; it takes one session at a time."""
+    python = require_hub("openenv", SERVER).parent
+    made = subprocess.run([python / "openenv", "init", "echo_demo"], cwd=tmp_path, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [python / "uvicorn", "server.app:app", "--port", str(port), "--log-level", "warning"]
+    with subprocess.Popen(command, cwd=tmp_path / "echo_demo") as server:
+        try:
+            blocked_until(lambda: server.poll() is None and answers(port), 120)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.kill()
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.integration
+def test_an_environment_of_openenv_is_played_at_its_server(world: Path, tmp_path: Path, echo_server: str) -> None:
+    """The second rollout waits until the first one has given its session back."""
+    spec = HubSpec("openenv", echo_server, require_hub("openenv"), {"show": "echoed_message"}, 4)
+
+    async def both(pool: HubPool) -> list[list[Observation]]:
+        (row,) = pool.tasks(3, 4)
+        games = (play(pool, Task(0, row), ["hello", '{"message": "you"}', '{"number": 3}']) for _ in range(2))
+        return list(await asyncio.gather(*games))
+
+    with HubPool(spec, 1) as pool:
+        one, other = asyncio.run(both(pool))
+    assert one == other
+    first, raw, by_json, wrong = one
+    assert first.content[0]["content"] == (
+        "Answer with this alone: Message to echo back.\n\nEcho Demo environment ready!"
+    )
+    assert raw.content == "hello" and raw.reward == pytest.approx(0.5) and by_json.content == "you"
+    assert "message" in wrong.content and wrong.reward is None and not wrong.done, "the model reads what was wrong"
+    given = {
+        **VERIFIERS,
+        "env.hub": f"openenv:{echo_server}",
+        "env.python": spec.python,
+        "env.max_turns": 2,
+        "env.max_concurrency": 1,
+        "model.path": make_talker(tmp_path / "model", context=512),
+        "data.max_prompt_length": 64,
+    }
+    train(world, tmp_path / "run", **{name.replace(".", "__"): value for name, value in given.items()})
+    (first_step,) = step_metrics(tmp_path / "run")
+    assert first_step["rollouts"] == 4 and first_step["turns"] == 2 and first_step["failed_attempts"] == 0
+
+
+@pytest.mark.integration
+def test_a_server_that_is_not_there_is_refused() -> None:
+    spec = HubSpec("openenv", "http://127.0.0.1:1", require_hub("openenv"), {}, 4)
+    with pytest.raises(ConfigError, match=r"No server of OpenEnv answers at http://127.0.0.1:1 .* Start it first"):
+        HubPool(spec, 1).__enter__()
+    with pytest.raises(ConfigError, match="OpenEnv has no options mode"):
+        HubPool(replace(spec, options={"mode": 1}), 1).__enter__()
 
 
 VERIFIERS = {

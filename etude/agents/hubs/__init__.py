@@ -12,6 +12,7 @@ from etude.errors import ConfigError, UnknownChoiceError
 
 HUBS: dict[str, str] = {
     "gymnasium": "Blackjack-v1",
+    "openenv": "http://127.0.0.1:8000",
     "textarena": "GuessTheNumber-v0",
     "trl": "my_env.py:Factory",
     "verifiers": "my_taskset",
