@@ -359,3 +359,8 @@ examples:
   etude engine install vllm
   etude train grpo model.path=Qwen3-0.6B data.train=[mine.parquet] \\
       reward=gsm8k rollout=vllm"""
+
+ENV = """\
+examples:
+  etude env install gymnasium
+  etude env try env.hub=gymnasium:Blackjack-v1 --answer 1 --answer 0"""

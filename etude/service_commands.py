@@ -1,4 +1,4 @@
-"""The commands that run a service: a model server, the viewer, a rollout store, a runner; and engines' environments."""
+"""The commands that run a service: a model server, the viewer, a store, a runner; environments of engines and hubs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from etude.commands import BEST, add_command, add_command_group, add_run_command
 from etude.errors import ConfigError
-from etude.help_texts import ENGINE_INSTALL, RUNNER, SERVE, STORE, VIEW
+from etude.help_texts import ENGINE_INSTALL, ENV, RUNNER, SERVE, STORE, VIEW
 from etude.lazy import pause_gc
 
 
@@ -20,6 +20,7 @@ def add_service_commands(commands: Any) -> None:
     _add_store(commands)
     _add_runner(commands)
     _add_engine(commands)
+    _add_env(commands)
 
 
 def _runner(arguments: argparse.Namespace) -> None:
@@ -148,3 +149,43 @@ def _engine_install(arguments: argparse.Namespace) -> None:
     from etude.tools.engines import install
 
     print(install(arguments.name))
+
+
+def _add_env(commands: Any) -> None:
+    env = add_command_group(commands, "env", "list, install and try the environments of hubs")
+    listing = add_command(env, "list", "list the hubs, and those whose packages are installed")
+    listing.add_argument("--json", action="store_true", help="print JSON lines instead")
+    listing.set_defaults(command=_env_list)
+    summary = "install the packages of a hub if they are missing, and print the path of their Python"
+    install = add_command(env, "install", summary, ENV)
+    install.add_argument("name", metavar="HUB", help="gymnasium, textarena, openenv or verifiers; see `etude env list`")
+    install.set_defaults(command=_env_install)
+    roots = {"": "etude.tools.environments:TryOptions"}
+    trial = add_run_command(env, "try", "print a task of a hub, and play it with answers of yours", ENV, "", roots)
+    trial.add_argument("--task", type=int, default=0, metavar="N", help="number of the task (default 0)")
+    trial.add_argument("--answer", action="append", default=[], metavar="TEXT", help="an answer; repeat it for more")
+    trial.set_defaults(command=_env_try)
+
+
+def _env_list(arguments: argparse.Namespace) -> None:
+    from etude.tools.environments import list_hubs, show
+
+    if not arguments.json:
+        show()
+        return
+    for hub in list_hubs():
+        print(json.dumps(hub))
+
+
+def _env_install(arguments: argparse.Namespace) -> None:
+    from etude.tools.environments import install
+
+    print(install(arguments.name))
+
+
+def _env_try(arguments: argparse.Namespace) -> None:
+    from etude.config.compose import compose
+    from etude.tools.environments import TryOptions, try_out
+
+    options = compose(TryOptions, arguments.overrides, file=arguments.config)
+    try_out(options, arguments.answer, number=arguments.task)

@@ -39,7 +39,7 @@ def make(name: str) -> Path:
 
         return installed()
     if name == "hubs":
-        from etude.recipes.collect.hub_python import PINS
+        from etude.agents.hubs.process import PINS
 
         return [require_hub(file.stem) for file in sorted(PINS.glob("*.txt"))][-1]
     if name == "chromium":

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -326,6 +327,12 @@ def make_talker(directory: Path, context: int = 128) -> Path:
     sizes = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "context": context}
     save(create(tiny_config(tokenizer.vocab_size, **sizes), seed=0, dtype=torch.float32), directory)
     return directory
+
+
+def test_a_hub_whose_packages_are_missing_says_how_to_install_them() -> None:
+    spec = HubSpec("textarena", "GuessTheNumber-v0", Path(sys.executable), {}, 4)
+    with pytest.raises(ConfigError, match=r"needs the package textarena, which .* Install it by `etude env install"):
+        HubPool(spec, 1).__enter__()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from etude.config.env import build_program_env
 from etude.errors import ConfigError, GuestLostError, HubError
 
 SERVE = Path(__file__).with_name("guest") / "serve.py"
+PINS = Path(__file__).with_name("pins")
+"""A file for each hub that has packages: every package and its version, as `pip freeze` lists them."""
 START_TIMEOUT_S = 600.0
 """Seconds in which a guest must be ready. Some hubs import for minutes on a busy machine."""
 EXIT_TIMEOUT_S = 5.0
@@ -228,9 +230,11 @@ class HubProcess:
     def _describe_refusal(self, first: Mapping[str, Any]) -> str:
         title = f"`env.hub={self._spec.title}`"
         if first.get("missing"):
+            has_pins = (PINS / f"{self._spec.hub}.txt").exists()
+            install = f"Install it by `etude env install {self._spec.hub}`" if has_pins else "Install it there"
             return (
-                f"{title} needs the package {first['missing']}, which {self._spec.python} does not have. Install it "
-                "there, or name a Python that has it by `env.python`."
+                f"{title} needs the package {first['missing']}, which {self._spec.python} does not have. {install}, or "
+                "name a Python that has it by `env.python`."
             )
         return f"{title} is refused. {first['refused']}"
 

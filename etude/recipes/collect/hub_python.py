@@ -5,11 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from etude import agents
+from etude.agents.hubs.process import PINS
 from etude.rollout.python_environments import PackagePins, PythonEnvironment, find_environment
-
-PINS = Path(agents.__file__).parent / "hubs" / "pins"
-"""A file for each hub that has packages: every package and its version, as `pip freeze` lists them."""
 
 
 def hub_pins(hub: str) -> PackagePins | None:

@@ -1,0 +1,113 @@
+"""`etude env`: list the hubs of environments, install their packages, and play an environment by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from etude.agents.hubs import AGENTS, HUBS, name_example
+from etude.agents.hubs.pool import HubEnv, HubPool
+from etude.chat.transcript import check_observation, observation_text
+from etude.config import Config
+from etude.errors import ConfigError, UnknownChoiceError
+from etude.observe import make_console
+from etude.protocols import Observation
+from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.hub_python import find_hub_environment, hub_pins
+from etude.records import Message, Task
+from etude.rollout.python_environments import ensure_environment
+
+
+class TryOptions(Config):
+    """The options of `etude env try`."""
+
+    env: EnvConfig = Field(EnvConfig(), description="the environment, as a run names it")
+
+
+def list_hubs() -> list[dict[str, Any]]:
+    """Return each hub: name, an example, number of pinned packages, and its Python if it is installed."""
+    hubs = []
+    for name in HUBS:
+        pins = hub_pins(name)
+        environment = find_hub_environment(name)
+        is_installed = environment is not None and environment.is_complete
+        hubs.append(
+            {
+                "name": name,
+                "example": name_example(name),
+                "packages": 0 if pins is None else len(pins.pins),
+                "python": str(environment.python) if environment is not None and is_installed else None,
+            }
+        )
+    return hubs
+
+
+def show(console: Console | None = None) -> None:
+    """Print a table of the hubs. `etude env install` installs the packages of one."""
+    table = Table("hub", "example of env.hub", "packages", "installed")
+    for hub in list_hubs():
+        needed = "no" if hub["packages"] else "needs none"
+        table.add_row(hub["name"], hub["example"], str(hub["packages"]), hub["python"] or needed)
+    (console or make_console()).print(table)
+
+
+def install(name: str) -> Path:
+    """Install the packages of a hub if they are missing, and return the path of its Python."""
+    pins = hub_pins(name) if name in HUBS else None
+    if pins is None:
+        able = ", ".join(hub for hub in HUBS if hub_pins(hub) is not None)
+        raise UnknownChoiceError(f"There is no hub '{name}' with packages to install; there are {able}.")
+    return ensure_environment(pins).python
+
+
+def try_out(options: TryOptions, answers: Sequence[str], *, number: int = 0, console: Console | None = None) -> None:
+    """Print a task of a hub, and play it with these answers: observations, rewards, and the seconds of each step."""
+    spec = options.env.hub_spec()
+    if spec is None:
+        raise ConfigError(f"Name an environment of a hub to try: `etude env try env.hub={name_example()}`.")
+    console = console or make_console()
+    with HubPool(spec, 1) as pool:
+        tasks = pool.tasks(number, number + 1)
+        if not tasks:
+            raise ConfigError(f"{spec.title} has no task {number}. Name a lower one by --task.")
+        console.print(Text(json.dumps(tasks[0], ensure_ascii=False), "dim"), soft_wrap=True)
+        if spec.hub not in AGENTS:
+            asyncio.run(_play(pool.new_env(), Task(number, {**tasks[0], "row": number}), answers, console))
+    if spec.hub in AGENTS:
+        console.print(Text(f"The program of {spec.hub} plays by itself: `etude train … env.hub={options.env.hub}`."))
+
+
+async def _play(env: HubEnv, task: Task, answers: Sequence[str], console: Console) -> None:
+    began = time.perf_counter()
+    observation = await env.reset(task)
+    try:
+        _print(console, observation, time.perf_counter() - began)
+        for answer in answers:
+            console.print(Text(f"> {answer}", "bold"), soft_wrap=True)
+            began = time.perf_counter()
+            observation = await env.step(Message("assistant", answer))
+            _print(console, observation, time.perf_counter() - began)
+            if observation.done or observation.truncated:
+                break
+    finally:
+        await env.close()
+
+
+def _print(console: Console, observation: Observation, seconds: float) -> None:
+    """Print an observation, and what came with it."""
+    if text := observation_text(check_observation(observation.content)):
+        console.print(Text(text), soft_wrap=True)
+    told = [f"{seconds:.3f} s"]
+    told += [] if observation.reward is None else [f"reward {observation.reward}"]
+    told += [name for name in ("done", "truncated") if getattr(observation, name)]
+    told += [f"tool {tool['function']['name']}" for tool in observation.tools]
+    console.print(Text(", ".join(told), "dim"), soft_wrap=True)
