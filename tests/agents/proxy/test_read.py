@@ -82,7 +82,7 @@ def tools(*names: str) -> list[dict[str, Any]]:
 
 
 def among(mode: str, *names: str) -> dict[str, Any]:
-    """Return the same tool choice in each dialect: the parsed choice, and whether it is reported as ignored."""
+    """Return the same tool choice in each dialect: the parsed choice, and whether it is among some of the tools."""
     fields = {"tools": tools("a", "b", "c")}
     flat = {"mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
     nested = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}} for name in names]}
@@ -90,17 +90,17 @@ def among(mode: str, *names: str) -> dict[str, Any]:
     forms = [{"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in fields["tools"]]
     choice = {"type": "allowed_tools", "allowed_tools": nested}
     other = read(ChatCompletionsDialect(), {**CHAT, "tools": forms, "tool_choice": choice})
-    assert (one.tool_choice, one.tool_name, one.ignored) == (other.tool_choice, other.tool_name, other.ignored)
-    return {"choice": one.tool_choice, "named": one.tool_name, "ignored": bool(one.ignored)}
+    assert (one.tool_choice, one.tool_name, one.limits) == (other.tool_choice, other.tool_name, other.limits)
+    return {"choice": one.tool_choice, "named": one.tool_name, "limited": bool(one.limits.allowed)}
 
 
 def test_a_choice_among_some_of_the_tools_is_read() -> None:
-    assert among("required", "b") == {"choice": "required", "named": "b", "ignored": False}
-    assert among("required", "b", "elsewhere") == {"choice": "required", "named": "b", "ignored": False}
-    assert among("required", "a", "b") == {"choice": "required", "named": "", "ignored": True}
-    assert among("required", "a", "b", "c") == {"choice": "required", "named": "", "ignored": False}
-    assert among("auto", "b") == {"choice": "auto", "named": "", "ignored": True}
-    assert among("auto", "a", "b", "c") == {"choice": "auto", "named": "", "ignored": False}
+    assert among("required", "b") == {"choice": "required", "named": "b", "limited": False}
+    assert among("required", "b", "elsewhere") == {"choice": "required", "named": "b", "limited": False}
+    assert among("required", "a", "b") == {"choice": "required", "named": "", "limited": True}
+    assert among("required", "a", "b", "c") == {"choice": "required", "named": "", "limited": False}
+    assert among("auto", "b") == {"choice": "auto", "named": "", "limited": True}
+    assert among("auto", "a", "b", "c") == {"choice": "auto", "named": "", "limited": False}
     with pytest.raises(APIError, match="tool_choice"):
         among("required", "elsewhere")
 
