@@ -14,7 +14,7 @@ OPTION_ALIASES: Mapping[str, str] = {
     "target_modules": "lora.targets",
     "pretrained": "model.path",
     "reward_fn_key": "data.columns.source",
-    "environment_factory": "env.path",
+    "environment_factory": "env.hub",
     "interaction_config_path": "env.path",
     "timeout_seconds": "agent.timeout",
     "unresponsive_seconds": "agent.heartbeat_timeout",
