@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from etude.chat.grammar import HEADER, GrammarCompiler
 from etude.chat.reasoning import THINK_CLOSE, THINK_OPEN
 from etude.chat.tool_parsers import CALL_AFFIXES
+from etude.errors import DataError
+from etude.lazy import LazyModule
 
 if TYPE_CHECKING:
+    from llguidance import gbnf_to_lark
+
     from etude.chat.renderer import ChatRenderer
     from etude.chat.tokenizer import Ids
+else:
+    gbnf_to_lark = LazyModule("llguidance.gbnf_to_lark")
 
 FormKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
 CALL_ENDS: Mapping[str, str] = {"hermes": "}\n</tool_call>", "qwen_xml": "</function>\n</tool_call>", "llama3": "}"}
@@ -115,7 +121,15 @@ def _form_rules(form: AnswerForm) -> list[str]:
         return [f"form: /{_in_slashes(value)}/"]
     if form.kind == "choice":
         return ["form: " + " | ".join(json.dumps(text) for text in value)]
-    return [re.sub(r"^start(?=\s*:)", "form", value.removeprefix(HEADER), flags=re.MULTILINE)]
+    return [re.sub(r"^start(?=\s*:)", "form", _in_lark(value).removeprefix(HEADER), flags=re.MULTILINE)]
+
+
+def _in_lark(grammar: str) -> str:
+    """Return a grammar in Lark, also one that was written as llama.cpp does (GBNF)."""
+    try:
+        return gbnf_to_lark.any_to_lark(grammar)
+    except ValueError as error:
+        raise DataError(f"The grammar cannot be read: {error}") from error
 
 
 def _call_rules(grammars: GrammarCompiler, tool_format: str, calls: CallForm) -> list[str]:

@@ -23,7 +23,7 @@ def planned_gpu(total: int | None) -> Iterator[None]:
 
 
 def gpu_bytes(device: torch.device) -> int:
-    """Return the total bytes of a GPU; 0 where nobody knows them."""
+    """Return the total bytes of a GPU; 0 where they are not known."""
     planned = _planned_gpu.get()
     if planned is not None or not torch.cuda.is_available():
         return planned or 0
@@ -31,7 +31,7 @@ def gpu_bytes(device: torch.device) -> int:
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int]:
-    """Return the total bytes of a GPU, and those that are free or kept by torch; zeros where nobody knows them."""
+    """Return the total bytes of a GPU, and those that are free or kept by torch; zeros where they are not known."""
     planned = _planned_gpu.get()
     return _real_memory(device) if planned is None else (planned, planned)
 

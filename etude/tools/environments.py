@@ -106,8 +106,8 @@ def _print(console: Console, observation: Observation, seconds: float) -> None:
     """Print an observation, and what came with it."""
     if text := observation_text(check_observation(observation.content)):
         console.print(Text(text), soft_wrap=True)
-    told = [f"{seconds:.3f} s"]
-    told += [] if observation.reward is None else [f"reward {observation.reward}"]
-    told += [name for name in ("done", "truncated") if getattr(observation, name)]
-    told += [f"tool {tool['function']['name']}" for tool in observation.tools]
-    console.print(Text(", ".join(told), "dim"), soft_wrap=True)
+    shown = [f"{seconds:.3f} s"]
+    shown += [] if observation.reward is None else [f"reward {observation.reward}"]
+    shown += [name for name in ("done", "truncated") if getattr(observation, name)]
+    shown += [f"tool {tool['function']['name']}" for tool in observation.tools]
+    console.print(Text(", ".join(shown), "dim"), soft_wrap=True)

@@ -38,7 +38,7 @@ from tests.recipes.runs import Captured, refused_run, same, step_metrics, train,
 from tests.waits import blocked_until
 
 SERVER = PackagePins("openenv-server", ("openenv==0.10.0",))
-"""What the servers of OpenEnv need."""
+"""The packages of an OpenEnv server."""
 BLACKJACK = {
     "env.hub": "gymnasium:Blackjack-v1",
     "env.kwargs": "{text: true, instructions: 'play:', actions: [stick, hit], unclear: -1}",

@@ -118,6 +118,7 @@ def test_an_answer_matches_a_pattern_is_one_of_some_texts_or_follows_a_grammar(w
     for fields, pattern in (
         ({"regex": "[ab]+/x"}, "[ab]+/x"),
         ({"guided_choice": ["yes", 'no "way"']}, 'yes|no "way"'),
+        ({"ebnf": 'root ::= "x"* "y"'}, "x*y"),
         ({"structured_outputs": {"grammar": 'start: "x" start | "y"'}}, "x*y"),
     ):
         for _ in range(3):

@@ -61,8 +61,8 @@ class Hub:
         fields = {name: field.get("description", name) for name, field in self._action.get("properties", {}).items()}
         if len(required) == 1:
             return f"Answer with this alone: {fields.get(required[0], required[0])}."
-        told = json.dumps({name: fields.get(name, name) for name in required})
-        return f"Answer with a JSON object: {told}."
+        described = json.dumps({name: fields.get(name, name) for name in required})
+        return f"Answer with a JSON object: {described}."
 
 
 class Session:
@@ -90,7 +90,7 @@ class Session:
         return {"content": [*before, {**last, "content": f"{last['content']}\n\n{text}"}]}
 
     def step(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """Take the action of an answer. One that the environment does not understand is told to the model."""
+        """Take the action of an answer. One that the environment does not understand is shown to the model."""
         reply = self._ask("step", self._parse(answer["content"]))
         if reply["type"] == "error":
             return {"content": str(reply["data"].get("message", "")).join(2 * [self._around])}

@@ -129,9 +129,9 @@ def describe(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
     properties: dict[str, Any] = {}
     required: list[str] = []
     for parameter in inspect.signature(tool).parameters.values():
-        told = re.search(rf"^\s+{parameter.name}\s*(?:\([^)]*\))?\s*:\s*(.+)$", text, re.MULTILINE)
+        found = re.search(rf"^\s+{parameter.name}\s*(?:\([^)]*\))?\s*:\s*(.+)$", text, re.MULTILINE)
         properties[parameter.name] = schema_of(hints.get(parameter.name, str)) | (
-            {"description": told[1].strip()} if told else {}
+            {"description": found[1].strip()} if found else {}
         )
         if parameter.default is parameter.empty:
             required.append(parameter.name)
