@@ -30,6 +30,7 @@ GROUPED_CAPABILITY = (8, 0)
 ComputeRows: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of rows [R, H], their experts [R], sorted, and the end of each expert's rows [E]: it returns [R, H]."""
 _row_multiple: ContextVar[int] = ContextVar("row_multiple", default=1)
+_planned_load: ContextVar[float] = ContextVar("planned_load", default=1.0)
 
 
 class Exchange(Protocol):
@@ -81,6 +82,16 @@ def pad_expert_rows(multiple: int) -> Iterator[None]:
         _row_multiple.reset(token)
 
 
+@contextmanager
+def plan_load(load: float) -> Iterator[None]:
+    """Within this context, let plans send this rank so many times its even share of the rows."""
+    token = _planned_load.set(load)
+    try:
+        yield
+    finally:
+        _planned_load.reset(token)
+
+
 def find_experts(module: nn.Module) -> list[nn.Module]:
     """Return the experts of a layer or a model, a module for each mixture."""
     return [part for part in module.modules() if hasattr(part, "_is_expert_parallel")]
@@ -113,16 +124,22 @@ def _count_rows(ends: Tensor) -> Tensor:
     return ends.diff(prepend=ends.new_zeros(1))
 
 
-def host_counts(*counts: Tensor, total: int) -> list[list[int]]:
-    """Return numbers of rows as integers, by one read of the device.
+def host_counts(sent: Tensor, received: Tensor, total: int) -> tuple[list[int], list[int]]:
+    """Return the numbers of rows that go to each rank and come from it as integers, by one read of the device.
 
-    total: the sum of each tensor of numbers, where they have no values, as in a plan. It is then divided evenly.
+    total: the sum of `sent`, where it has no values, as in a plan. It is then divided evenly, and `plan_load` times as
+    many rows come.
     """
-    if not isinstance(counts[0], FakeTensor):
-        numbers: list[list[int]] = torch.stack(counts).tolist()
-        return numbers
-    share, more = divmod(total, len(counts[0]))
-    return [[share + (index < more) for index in range(len(counts[0]))] for _ in counts]
+    if not isinstance(sent, FakeTensor):
+        numbers: list[list[int]] = torch.stack([sent, received]).tolist()
+        return numbers[0], numbers[1]
+    ranks = len(sent)
+    return _even_counts(total, ranks), _even_counts(int(total * min(_planned_load.get(), ranks)), ranks)
+
+
+def _even_counts(total: int, parts: int) -> list[int]:
+    share, more = divmod(total, parts)
+    return [share + (index < more) for index in range(parts)]
 
 
 def _compute_rows(module: Any, rows: Tensor, expert: Tensor, ends: Tensor) -> Tensor:

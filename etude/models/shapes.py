@@ -72,9 +72,12 @@ class LayerSizes:
         """The multiplications of all recurrences and short convolutions for each token."""
         return sum(shape.products for shape in self.states if shape is not None)
 
-    def repeated(self, total: int, period: int) -> LayerSizes:
-        """Return the sizes of a model with so many layers, in which each is like the one a period before."""
-        layers = [layer % period for layer in range(total)]
+    def repeated(self, total: int, period: int, start: int = 0) -> LayerSizes:
+        """Return the sizes of a model with so many layers, in which each is like the one a period before.
+
+        start: the first layers, which may differ.
+        """
+        layers = [layer if layer < start else start + (layer - start) % period for layer in range(total)]
         return LayerSizes(
             tuple(self.attention[layer] for layer in layers), tuple(self.states[layer] for layer in layers)
         )

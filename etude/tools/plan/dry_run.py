@@ -78,7 +78,7 @@ def dry_run(run: Recipe, device: torch.device, roles: frozenset[str] = ALL_ROLES
     """
     counts = count_layers(run, roles)
     if counts:
-        few = {path: Depth(count.few, count.total, count.period) for path, count in counts.items()}
+        few = {path: Depth(count.few, count.total, count.period, count.start) for path, count in counts.items()}
         result = _run_with_layers(run, device, roles, few)
         repeats = []
         for path, count in counts.items():
@@ -289,10 +289,26 @@ def _prepacked_weights(engine: EngineModel) -> list[Tensor]:
 def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
     """Return one rank's share of an update batch with rows of maximum length, at most a few micro-batches."""
     prompt, answer = row
+    budget = run.train.max_tokens_per_micro_batch
     rollouts = -(-run.collect.tasks * run.collect.group_size * run.mesh.tensor // (run.mini_batches * run.ranks))
     size = min(run.collect.group_size, rollouts)
-    max_groups = MICRO_BATCHES * max(1, run.train.max_tokens_per_micro_batch // (prompt + size * answer))
-    groups = min(-(-rollouts // size), max_groups)
+    max_groups = MICRO_BATCHES * max(1, budget // (prompt + size * answer))
+    if run.loss.split_unit == "rollout":
+        most = MICRO_BATCHES * max(1, (budget - prompt) // answer)
+        if size >= most:  # a group fills the micro-batches alone
+            size, max_groups = most, 1
+    return _batch_of_groups(run, row, min(-(-rollouts // size), max_groups), size)
+
+
+def worst_case_group(run: Run, row: tuple[int, int]) -> Batch:
+    """Return the rollouts of a group that one rank has, with rows of maximum length."""
+    rollouts = -(-run.collect.tasks * run.collect.group_size // run.ranks)
+    return _batch_of_groups(run, row, 1, min(run.collect.group_size, rollouts))
+
+
+def _batch_of_groups(run: Run, row: tuple[int, int], groups: int, size: int) -> Batch:
+    """Return groups of `size` rollouts each, with the columns that the run's losses read."""
+    prompt, answer = row
     action = np.arange(prompt + answer) >= prompt
     zeros = np.zeros(prompt + answer, np.int32)
     indices = range(groups * size)

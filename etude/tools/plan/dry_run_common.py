@@ -48,10 +48,12 @@ class Depth:
     total: int
     period: int
     """Layer i + period is like layer i."""
+    start: int = 0
+    """The layers at the start that do not repeat."""
 
     def extend(self, sizes: LayerSizes) -> LayerSizes:
         """Return the sizes of all layers, from those of the layers that are built."""
-        return sizes.repeated(self.total, self.period)
+        return sizes.repeated(self.total, self.period, self.start)
 
 
 Layers = Mapping[Path, Depth]

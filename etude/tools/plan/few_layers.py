@@ -1,13 +1,13 @@
 """The number of layers that dry runs build of a deep model.
 
-The layers of a model repeat: each is like the one before, or like the one before that if two kinds alternate. The
-memory of all layers follows from two dry runs: one with few layers, and one with a period more (`layer_extrapolation`).
-A model of few layers is built whole.
+The layers of a model repeat: each is like the one before, or like the one before that if two kinds alternate. Some
+families begin with a few other layers. The memory of all layers follows from two dry runs: one with few layers, and one
+with a period more (`layer_extrapolation`). A model of few layers is built whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +24,7 @@ from etude.recipes.run.roles import model_rewards
 from etude.recipes.supervised.runs import DistillRun, DPORun
 
 FEWEST = 2
-"""The fewest layers of a dry run: its first and its last layer are two."""
+"""The fewest layers of a dry run that repeat: the first and the last of them are two."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,13 @@ class LayerCount:
     total: int
     period: int
     """Layer i + period is like layer i."""
+    start: int = 0
+    """The layers at the start that do not repeat."""
 
     @property
     def few(self) -> int:
         """The layers of the smaller dry run: a whole number of periods fewer than all."""
-        fewest = max(FEWEST, self.period)
+        fewest = self.start + max(FEWEST, self.period)
         return fewest + (self.total - fewest) % self.period
 
     @property
@@ -94,9 +96,17 @@ def _read_layers(path: Path, head: Head, config: str | None) -> LayerCount:
     del config
     model = create_on_meta(path, dtype=torch.bfloat16, head=head)
     kinds = [_describe(layer) for layer in decoder_layers(model.module, model.num_layers)]
+    numbers = [kinds.index(kind) for kind in kinds]
+    return min(_find_repeats(numbers), key=lambda count: (count.few, count.start))
+
+
+def _find_repeats(kinds: Sequence[int]) -> Iterator[LayerCount]:
+    """Yield the ways in which layers of these kinds repeat, each with the shortest period that it allows."""
     total = len(kinds)
-    period = next(period for period in range(1, total + 1) if kinds[period:] == kinds[:-period])
-    return LayerCount(total, period)
+    for start in range(total):
+        rest = kinds[start:]
+        period = next(period for period in range(1, len(rest) + 1) if rest[period:] == rest[:-period])
+        yield LayerCount(total, period, start)
 
 
 def _describe(layer: nn.Module) -> object:

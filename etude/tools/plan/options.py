@@ -27,6 +27,11 @@ class PlanHardware(Config):
     gpu_gbs: float | None = Field(
         None, gt=0, description="10⁹ bytes per second that each GPU reads; null measures a GPU of this machine"
     )
+    expert_load: float = Field(
+        1.25,
+        ge=1,
+        description="tokens of a rank's experts over an even share that must fit; larger plans for less even routers",
+    )
 
 
 class PlanRun(PlanHardware, Run):

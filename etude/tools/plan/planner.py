@@ -22,6 +22,7 @@ import torch
 from etude.config.tree import replace_option
 from etude.dispatch import ClusterBackend
 from etude.errors import ConfigError, EtudeError
+from etude.models.experts import plan_load
 from etude.models.gpu_memory import planned_gpu
 from etude.recipes.hub import resolve_hub_names
 from etude.recipes.recipe import Recipe
@@ -70,7 +71,7 @@ def plan_memory(
     run, device = _resolve_layout(requested, requested.gpus)
     on_progress()
     limit, base = _limit(requested, device), _process_bytes(device)
-    with planned_gpu(limit if device.type == "cuda" else None):
+    with planned_gpu(limit if device.type == "cuda" else None), plan_load(requested.expert_load):
         devices, result = _plan_devices(run, device, limit, base)
         savings = []
         for option, value, changed in _candidates(run, device, result) if with_savings else ():

@@ -16,7 +16,7 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 from etude.recipes.supervised.config import SupervisedRun
 from etude.rollout import ServerConfig
-from etude.tools.plan.dry_run import worst_case_batch
+from etude.tools.plan.dry_run import worst_case_group
 from etude.tools.plan.dry_run_common import DryRunResult
 from etude.tools.plan.supervised_dry_run import worst_case_examples
 from etude.train import measure_matmul_flops
@@ -65,8 +65,8 @@ def estimate_step_time(
     model, cost = dry_run.model, ModelFlops.from_model(dry_run.model)
     all_rollouts = run.collect.tasks * run.collect.group_size
     rollouts = -(-all_rollouts // run.ranks)
-    size = min(run.collect.group_size, rollouts)
-    group = worst_case_batch(run, dry_run.row).select(list(range(size)))
+    group = worst_case_group(run, dry_run.row)
+    size = group.num_rollouts
     pack = pack_prefix_tree(group)
     predicted = int(group.action.sum())
     groups = rollouts / size

@@ -90,6 +90,18 @@ def test_layers_repeat_with_the_period_of_their_kinds(
     assert not count_layers(frozen, ALL_ROLES), "its layers differ"
 
 
+@pytest.mark.slow
+def test_layers_that_differ_at_the_start_are_built_and_not_repeated(tmp_path: Path) -> None:
+    dense_first = {**SMALL, "family": "qwen3_moe", "layers": 9, "mlp_only_layers": [0], "num_experts": 4}
+    run = run_of(tmp_path / "model", "sft", dense_first)
+    (count,) = count_layers(run, ALL_ROLES).values()
+    assert count == LayerCount(9, period=1, start=1) and count.few == 3
+    composed, whole = dry_run(run, GPU).memory, whole_dry_run(run, GPU).memory
+    assert not composed.operators, "it was composed"
+    assert composed.peak().total == pytest.approx(whole.peak().total, rel=1e-4, abs=1000)
+    assert composed.peak().kinds == pytest.approx(whole.peak().kinds, rel=1e-3, abs=1000)
+
+
 @pytest.mark.parametrize(
     ("name", "device", "layers"),
     [

@@ -15,6 +15,7 @@ from bench.plan import CASES, COMMON, ENGINE, SIZES, TRAINED, WITHIN, compared, 
 from bench.plan_worker import measured
 from etude.cli import main
 from etude.config.compose import compose
+from etude.data.pack import micro_batches
 from etude.errors import ConfigError
 from etude.models import EngineModel, create, create_empty, tiny_config
 from etude.models.prepack import can_prepack
@@ -25,7 +26,7 @@ from etude.rollout.scheduler import KEPT_STATES
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_engine import ModelShape
 from etude.rollout.vllm import VllmBackend
-from etude.tools.plan.dry_run import dry_run
+from etude.tools.plan.dry_run import dry_run, worst_case_batch
 from etude.tools.plan.dry_run_common import build_policy
 from etude.tools.plan.fake_tensors import use_fake_tensors
 from etude.tools.plan.memory_tracker import MemoryTrace, MemoryTracker, PeakMemory
@@ -368,6 +369,24 @@ def test_ranks_that_divide_experts_gather_fewer_of_them(tmp_path: Path) -> None:
     for kinds in divided:
         assert kinds["activations"] < 0.6 * shared["activations"]
         assert kinds["optimizer"] == pytest.approx(shared["optimizer"], rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_experts_get_more_tokens_needs_more_memory_up_to_all_tokens(tmp_path: Path) -> None:
+    tiny_config(64, family="qwen3_moe", layers=1).save_pretrained(tmp_path)
+    options = ("train.precision=bf16", "gpus=4", "ranks=4", "mesh.expert=4")
+    even, most = (
+        plan_memory(plan_run(tmp_path, *options, f"expert_load={load}"), with_savings=False) for load in (1, 99)
+    )
+    taken = [plan.devices[0].phases["updating"].kinds["activations"] for plan in (even, most)]
+    assert 1.3 * taken[0] < taken[1] < 4 * taken[0], "four ranks send all that they have"
+
+
+def test_an_update_of_long_answers_is_planned_with_two_micro_batches(model: Path) -> None:
+    run = plan_run(model, *PLAIN, "train.max_tokens_per_micro_batch=400", "collect.group_size=8")
+    for answer, rollouts in ((300, 2), (150, 4), (40, 8)):
+        batch = worst_case_batch(run, (50, answer))
+        assert batch.num_rollouts == rollouts and len(micro_batches(batch, 400)) == (1 if answer == 40 else 2)
 
 
 @pytest.mark.integration
