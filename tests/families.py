@@ -115,11 +115,13 @@ HYBRID: dict[str, dict[str, Any]] = {
 }
 """Families with layers that hand a state from token to token."""
 FAMILIES: dict[str, dict[str, Any]] = {**ATTENDING, **HYBRID}
+ROUTED: dict[str, dict[str, Any]] = {"mixtral": EXPERTS, "phimoe": EXPERTS}
+"""Families that differ from others in their routers alone."""
 
 
 def config_of(name: str, **more: Any) -> PreTrainedConfig:
     """Return the config of a family's tiny model."""
-    config: PreTrainedConfig = AutoConfig.for_model(name.split()[0], **{**SIZES, **FAMILIES[name], **more})
+    config: PreTrainedConfig = AutoConfig.for_model(name.split()[0], **{**SIZES, **(FAMILIES | ROUTED)[name], **more})
     return config
 
 

@@ -108,6 +108,10 @@ class Batch:
     old_alternative_logp: Tensor | None = field(default=None, metadata=_TOKEN_K)
     """[T, k + 1]: log π_old of them; the last column is all other tokens together."""
 
+    routes: Tensor | None = field(default=None, metadata=_TOKEN_K)
+    """[T, L · k]: the experts of each token, context included, in each of L mixtures. uint8, where 255 is none: the
+    router then chooses itself. For a model with more than 255 experts int16, where -1 is none."""
+
     reward: Tensor | None = field(default=None, metadata=_UNIT)
     """[U] float64: the rollout's own reward, token rewards not included."""
     metric: Tensor | None = field(default=None, metadata=_UNIT)

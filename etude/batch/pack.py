@@ -28,6 +28,13 @@ class Pack:
     row_ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[R] int64: the last packed token of each row of the batch, -1 for an empty row; [0] if not made from a batch."""
 
+    def places(self, rows: Tensor) -> Tensor:
+        """[T]: return the packed token of each batch token. rows: [R + 1], the batch's `offsets`."""
+        places = self.source.roll(-1)  # the token before the next one of its row
+        filled = rows[1:] > rows[:-1]
+        places[rows[1:][filled] - 1] = self.row_ends[filled]
+        return places
+
     def __post_init__(self) -> None:
         for name in ("offsets", "parent"):
             object.__setattr__(self, name, getattr(self, name).cpu())

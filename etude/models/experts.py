@@ -94,7 +94,12 @@ def plan_load(load: float) -> Iterator[None]:
 
 def find_experts(module: nn.Module) -> list[nn.Module]:
     """Return the experts of a layer or a model, a module for each mixture."""
-    return [part for part in module.modules() if hasattr(part, "_is_expert_parallel")]
+    return [part for part in module.modules() if is_experts(part)]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return true for the experts of one mixture."""
+    return hasattr(module, "_is_expert_parallel")
 
 
 def compute_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from etude.models.fused_layers import FusedBackbone, supports_fused
 from etude.models.lora_layers import adapted_layers, external_name, is_adapted, merge_adapter, without_adapters
 from etude.models.part_patterns import matches_part, refuse_unmatched
 from etude.models.prepack import LinearWeight, prepacked_linear
+from etude.models.routes import RouteShape, control_routers
 from etude.models.shapes import AttentionShape, LayerSizes, attention_shapes, read_context_length
-from etude.models.transformers_backbone import TransformersBackbone
+from etude.models.transformers_backbone import TransformersBackbone, decoder_layers
 from etude.models.verification import verify_model
 
 
@@ -265,6 +266,20 @@ class Model:
     def has_experts(self) -> bool:
         """True if it has a mixture of experts, whose weights are those of all experts together."""
         return any(weight.ndim == 3 and "experts" in name for name, weight in self.named_weights())
+
+    def control_routers(self, option: str) -> RouteShape:
+        """Let passes follow `use_routes`, and return the size of its choices; refuse a model that cannot.
+
+        option: the option that needs it, which errors name.
+        """
+        config = self.module.config
+        found = control_routers(decoder_layers(self.module, self.num_layers), config.get_text_config().hidden_size)
+        if isinstance(found, str):
+            raise ConfigError(
+                f"`{option}` replays the experts that routers choose, and this {config.model_type} model {found}. "
+                f"Leave it out, or choose another model."
+            )
+        return found
 
     @property
     def has_adapters(self) -> bool:

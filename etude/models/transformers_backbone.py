@@ -6,7 +6,8 @@ They are attention, through transformers' AttentionInterface, and the operations
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any, cast
@@ -26,6 +27,7 @@ from etude.models.lora_layers import make_adapters_switchable
 from etude.models.mixers import current_layer, current_mixer, use_mixer
 from etude.models.prepack import LinearWeight
 from etude.models.recurrences import route
+from etude.models.routes import Routes, current_routes, use_routes
 from etude.models.shapes import read_text_config
 
 ATTENTION_NAME = "etude"
@@ -110,7 +112,14 @@ def _recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContext
     The second runs in the backward pass, after the call of the model has ended.
     """
     mixer = current_mixer.get()
-    return use_mixer(mixer), use_mixer(mixer)
+    routes = current_routes()
+    return _use_pass(mixer, routes), _use_pass(mixer, routes)
+
+
+@contextmanager
+def _use_pass(mixer: AttentionFn | None, routes: Routes | None) -> Iterator[None]:
+    with use_mixer(mixer), use_routes(routes):
+        yield
 
 
 def _attention_interface(

@@ -55,6 +55,12 @@ class TrainConfig(Config):
         False, description="on a GPU, keep the optimizer in the processor's memory, or let the engine sleep, in turns"
     )
 
+    router_replay: Literal["none", "r2"] = Field(
+        "none",
+        description="experts of a mixture that passes over a batch choose; none: each pass chooses anew; r2: the pass "
+        "that computes log-probs before the updates chooses for them too",
+    )
+
     def choose_engine(self, ranks: int) -> Literal["local", "fsdp"]:
         """Return the engine that trains on so many ranks."""
         if self.engine == "auto":

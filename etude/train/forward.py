@@ -29,6 +29,7 @@ from etude.models import (
     map_logit_chunks,
     token_logp,
 )
+from etude.models.routes import Routes, RouteShape, use_routes
 
 OutputFn = Callable[[Tensor, Tensor, float], Tensor]
 ComputeFn = Callable[[], dict[str, Tensor]]
@@ -49,6 +50,8 @@ LISTED_BY = {"topk_logp": "teacher_topk_ids", "alternative_logp": "alternative_i
 tokens."""
 TOKEN_OF_BATCH = "_token_of_batch"
 """The column of a micro-batch that holds the index of each token in the batch."""
+ROUTES = "routes"
+"""The output that is no function of the logits: the experts that each token goes through, context included."""
 ROLLOUT_OUTPUTS = frozenset({"score"})
 """The outputs per rollout, which are read at its last token."""
 
@@ -94,8 +97,8 @@ def run_now(compute: ComputeFn) -> dict[str, Tensor]:
 class SharedPacks(Protocol):
     """A model whose packs several ranks compute together. All receive the same packs in the same order."""
 
-    def hidden(self, pack: Pack) -> Tensor:
-        """[P, H]: compute the final hidden states of the whole pack, on every rank."""
+    def hidden(self, pack: Pack, routes: Routes | None = None) -> Tensor:
+        """[P, H]: compute the final hidden states of the whole pack, on every rank. routes: those of its tokens."""
         ...
 
     def own_rows(self, rows: int) -> slice:
@@ -120,6 +123,8 @@ class ForwardPass:
     """The same model if other ranks compute the same packs: each computes some tokens' outputs, and all gather them."""
     run: Callable[[ComputeFn], dict[str, Tensor]] = run_now
     """The function that computes with whole weights; `ShardedModel.run` if they are sharded."""
+    routes: RouteShape | None = None
+    """The size of the routes that batches bring, for a model that replays them. None: its routers always choose."""
 
     def __call__(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:
         """Compute the wanted outputs of the action tokens. observations: of tokens of tool output too."""
@@ -135,8 +140,11 @@ class ForwardPass:
 
         def compute() -> dict[str, Tensor]:
             columns = dict[str, Tensor]()
-            hidden = self._hidden(pack)
-            if tokenwise := wanted - ROLLOUT_OUTPUTS - uncomputed:
+            routes = self._routes(batch, pack, records=ROUTES in wanted)
+            hidden = self._hidden(pack, routes)
+            if routes is not None and routes.records:
+                columns[ROUTES] = routes.recorded().index_select(0, pack.places(batch.offsets))
+            if tokenwise := wanted - ROLLOUT_OUTPUTS - uncomputed - {ROUTES}:
                 own_rows = self._own_rows(len(at))
                 rows, before = at[own_rows], source[own_rows]
                 listed = {name: _listed_ids(batch, name)[rows] for name in wanted & LISTED_BY.keys()}
@@ -179,11 +187,24 @@ class ForwardPass:
         top = self.run(compute)
         return ids.index_copy(0, at, top["ids"]), logp.index_copy(0, at, top["logp"])
 
-    def _hidden(self, pack: Pack) -> Tensor:
+    def _hidden(self, pack: Pack, routes: Routes | None = None) -> Tensor:
         """[P, H]: compute the hidden states of every token of the pack."""
         if self.shared_packs is not None:
-            return self.shared_packs.hidden(pack)
-        return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
+            return self.shared_packs.hidden(pack, routes)
+        with use_routes(routes):
+            return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
+
+    def _routes(self, batch: Batch, pack: Pack, *, records: bool) -> Routes | None:
+        """Return the routes of a pass; None if its routers just choose.
+
+        They are those that the batch gives. A shared prompt has those of its first row.
+        """
+        if self.routes is None or batch.routes is None:
+            return Routes(self.routes) if self.routes is not None and records else None
+        tokens = torch.arange(batch.num_tokens, device=batch.device)
+        first = tokens.new_full((len(pack.ids),), batch.num_tokens)
+        first.scatter_reduce_(0, pack.places(batch.offsets), tokens, "amin")
+        return Routes(self.routes, batch.routes[first], records=records)
 
     def _own_rows(self, rows: int) -> slice:
         """Return the slice of `rows` rows that this rank computes outputs of."""
@@ -222,7 +243,9 @@ class ForwardPass:
         return torch.where(last < 0, torch.nan, scores)
 
     def _empty_column(self, name: str, batch: Batch) -> Tensor:
-        """Return the NaN column of a micro-batch without tokens to compute this output of."""
+        """Return the column of a micro-batch without tokens to compute this output of: NaN, or no routes."""
+        if name == ROUTES and self.routes is not None:
+            return self.routes.blank(batch.num_tokens, batch.device)
         shape: tuple[int, ...] = (batch.num_rollouts if name in ROLLOUT_OUTPUTS else batch.num_tokens,)
         if name in LISTED_BY:
             shape = (*shape, _listed_ids(batch, name).shape[1] + 1)

@@ -31,6 +31,7 @@ from etude.models.float32_weights import find_float32_weights
 from etude.models.lora_layers import external_name
 from etude.models.mixers import AloneMixer
 from etude.models.published_names import expert_name
+from etude.models.routes import RouteShape
 from etude.models.transformers_backbone import decoder_layers
 from etude.train.config import TrainConfig
 from etude.train.device_mesh import ShardMeshes
@@ -272,6 +273,7 @@ class FsdpBackend:
         pack: Callable[[Batch], Pack],
         reference: ReferenceModel | None = None,
         option: str = "train",
+        routes: RouteShape | None = None,
     ) -> None:
         _check_options(sharded, config, option)
         self._sharded = sharded
@@ -283,7 +285,7 @@ class FsdpBackend:
         self.dtype = PRECISIONS[config.precision]
         if config.compile is True:
             self.model.compile_layers()
-        self.forward = ForwardPass(self.model, pack, temperature, reference, sharded.tensor, sharded.run)
+        self.forward = ForwardPass(self.model, pack, temperature, reference, sharded.tensor, sharded.run, routes)
         self.optimizer = ShardedOptimizer(
             dict(self.model.trained_weights()),
             config,

@@ -32,7 +32,7 @@ from etude.protocols import Gather, Split, dispatch_mode
 from etude.train.backend import Backend, HeldModel, model_of
 from etude.train.config import TrainConfig
 from etude.train.flops import ModelFlops
-from etude.train.forward import LISTED_BY, MicroBatch, ReferenceModel, iterate_micro_batches, iterate_passes
+from etude.train.forward import LISTED_BY, ROUTES, MicroBatch, ReferenceModel, iterate_micro_batches, iterate_passes
 from etude.train.fsdp import FsdpBackend
 from etude.train.local import LocalBackend
 from etude.train.memory import OffloadedTensors, peak_memory, total_memory
@@ -96,7 +96,15 @@ class Learner:
         distributions an objective compares with. option: the configuration section that errors name."""
         self.model = model_of(model)
         _check_learner(self.model, config, temperature, steps, option)
-        options: Any = {"temperature": temperature, "pack": pack, "reference": reference, "option": option}
+        replay = f"{option}.router_replay={config.router_replay}"
+        self._routes = None if config.router_replay == "none" else self.model.control_routers(replay)
+        options: Any = {
+            "temperature": temperature,
+            "pack": pack,
+            "reference": reference,
+            "option": option,
+            "routes": self._routes,
+        }
         self._backend: Backend = (
             LocalBackend(model, config, **options)
             if isinstance(model, Model)
@@ -106,7 +114,8 @@ class Learner:
         self._option = option
         self._steps = steps
         self._peak = peak
-        self._columns = SCORE_HEAD_COLUMNS if self.model.has_score_head else LM_HEAD_COLUMNS
+        self._columns = dict(SCORE_HEAD_COLUMNS if self.model.has_score_head else LM_HEAD_COLUMNS)
+        self._columns |= {} if self._routes is None else {ROUTES: ROUTES}
         self._outputs = {"value", "score"} if self.model.has_score_head else {"logp", "entropy", *LISTED_BY}
         self._outputs |= set() if reference is None else {"full_kl"}
         self.ranks = self._backend.ranks
@@ -132,7 +141,11 @@ class Learner:
 
     @dispatch_mode(Split.ROLLOUTS, Gather.CONCAT)
     def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
-        """Return the batch with these columns, computed with the current weights; NaN at other tokens than actions."""
+        """Return the batch with these columns, computed with the current weights; NaN at other tokens than actions.
+
+        The column `routes` records the experts of every token. Later passes over the batch replay them.
+        """
+        self._check_routes(batch)
         unknown = sorted(columns - self._columns.keys())
         if unknown:
             raise ConfigError(
@@ -140,7 +153,7 @@ class Learner:
                 f"an algorithm that does not need it."
             )
         dtype = torch.promote_types(self._backend.dtype, torch.float32)
-        results = {name: _nan_column(name, batch, dtype) for name in sorted(columns)}
+        results = {name: self._blank_column(name, batch, dtype) for name in sorted(columns)}
         wanted = frozenset(self._columns[name] for name in columns)
         with closing(self._passes(batch, "rollout", wanted)) as passes:
             for micro, at in passes:
@@ -164,6 +177,7 @@ class Learner:
 
         step_scale: a factor of the learning rate. If the step fails, the weights and the version are unchanged.
         """
+        self._check_routes(batch)
         with self.working():
             start = self._start_update()
             own_counts = Denominators.from_view(View(batch))
@@ -209,6 +223,7 @@ class Learner:
         are then never held for the whole batch.
         """
         self._check_outputs(objective)
+        self._check_routes(batch)
         whole, metrics = sum_denominators(Denominators.from_view(View(batch)), self.ranks), Metrics()
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         with closing(self._passes(batch, objective.split_unit, objective.forward_outputs())) as passes:
@@ -274,6 +289,17 @@ class Learner:
                 f"The objective needs the model's `{unavailable[0]}`, for which this learner has no second model or "
                 f"head. It computes {', '.join(sorted(self._outputs))}. Choose another loss or another KL."
             )
+
+    def _check_routes(self, batch: Batch) -> None:
+        """Refuse routes of another model."""
+        if self._routes is not None and batch.routes is not None:
+            self._routes.check(batch.routes)
+
+    def _blank_column(self, name: str, batch: Batch, dtype: torch.dtype) -> Tensor:
+        """Return a column of the batch before anything is computed: NaN, or no routes."""
+        if name == ROUTES and self._routes is not None:
+            return self._routes.blank(batch.num_tokens)
+        return _nan_column(name, batch, dtype)
 
     def _run_micro_batch(
         self, micro: Batch, objective: Objective, whole: Denominators, *, backward: bool

@@ -11,6 +11,7 @@ from etude.algorithms.view import Ranks, SingleRank
 from etude.batch import Batch, Pack
 from etude.errors import ConfigError
 from etude.models import Model
+from etude.models.routes import RouteShape
 from etude.observe import get_logger
 from etude.train.config import TrainConfig
 from etude.train.forward import ForwardPass, ReferenceModel
@@ -34,6 +35,7 @@ class LocalBackend:
         pack: Callable[[Batch], Pack],
         reference: ReferenceModel | None = None,
         option: str = "train",
+        routes: RouteShape | None = None,
     ) -> None:
         if model.dtype != PRECISIONS[config.precision]:
             raise ConfigError(
@@ -49,7 +51,7 @@ class LocalBackend:
         model.activation_checkpointing = config.activation_checkpointing
         self.ranks: Ranks = SingleRank()
         self.ranks_per_rollout = 1
-        self.forward = ForwardPass(model, pack, temperature, reference)
+        self.forward = ForwardPass(model, pack, temperature, reference, routes=routes)
         self.optimizer = MixedPrecisionOptimizer(
             model.trained_weights(), config, model.take_float32_weights(), option=option
         )

@@ -29,6 +29,7 @@ from etude.batch import Pack
 from etude.errors import ConfigError
 from etude.models import Model, PackedAttention
 from etude.models.experts import find_experts
+from etude.models.routes import Routes, use_routes
 from etude.models.transformers_backbone import decoder_layers
 from etude.train.ranks import DistributedRanks
 
@@ -57,13 +58,28 @@ class TensorParallel:
         self._rank = mesh.get_local_rank()
         self._count = mesh.size()
 
-    def hidden(self, pack: Pack) -> Tensor:
-        """[P, H]: compute the final hidden states of the whole pack, on every rank; differentiable."""
+    def hidden(self, pack: Pack, routes: Routes | None = None) -> Tensor:
+        """[P, H]: compute the final hidden states of the whole pack, on every rank; differentiable.
+
+        routes: those of the pack's tokens. The routers of each rank choose for its own tokens.
+        """
         padded = _padded(pack, self._count)
         own = padded.ids[self.own_rows(len(padded.ids))]
-        part = self._model.hidden(own, padded.positions, PackedAttention(padded))  # the layers gather tokens themselves
+        own_routes = None if routes is None else self._own_routes(routes, len(padded.ids))
+        with use_routes(own_routes):  # the layers gather tokens themselves
+            part = self._model.hidden(own, padded.positions, PackedAttention(padded))
+        if routes is not None and own_routes is not None and routes.records:
+            routes.record_all(self._gathered(own_routes.recorded(), Replicate())[: len(pack.ids)])
         # each rank does something else with the hidden states: their gradients are added up
         return self._gathered(part, Partial())[: len(pack.ids)]
+
+    def _own_routes(self, routes: Routes, padded: int) -> Routes:
+        """Return the routes of this rank's tokens of a pack with so many tokens, where padding has none."""
+        if routes.given is None:
+            return Routes(routes.shape, records=routes.records)
+        unused = routes.shape.blank(padded - len(routes.given), routes.given.device)
+        given = torch.cat([routes.given, unused])[self.own_rows(padded)]
+        return Routes(routes.shape, given, records=routes.records)
 
     def own_rows(self, rows: int) -> slice:
         """Return which of so many rows this rank judges; the last ranks may have fewer, or none."""

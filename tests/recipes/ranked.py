@@ -115,6 +115,7 @@ class RankPolicy:
         self.columns = (algorithm or AlgorithmConfig()).required_columns() & (POLICY_COLUMNS | REFERENCE_COLUMNS) | {
             "old_logp"
         }
+        self.columns |= {"routes"} if config.router_replay == "r2" else set()
         self.step = 0
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)

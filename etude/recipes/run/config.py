@@ -257,12 +257,14 @@ class Run(Recipe, AlgorithmConfig):
         columns = self.required_columns() & MODEL_COLUMNS
         if self.uses_critic:
             columns |= self.critic.loss.required_columns() & CRITIC_COLUMNS
-        if self.correction.policies == "two":
-            return columns
-        single_update = self.mini_batches * self.ppo_epochs == 1 and not columns & POLICY_COLUMNS - OLD_POLICY_COLUMNS
-        if single_update and "old_logp" not in self.columns_before_estimate():
-            return columns - OLD_POLICY_COLUMNS
-        return columns | {"old_logp"}
+        updates = self.mini_batches * self.ppo_epochs
+        single_update = updates == 1 and not columns & POLICY_COLUMNS - OLD_POLICY_COLUMNS
+        if self.correction.policies != "two":
+            computed_later = single_update and "old_logp" not in self.columns_before_estimate()
+            columns = columns - OLD_POLICY_COLUMNS if computed_later else columns | {"old_logp"}
+        if self.train.router_replay == "r2" and (updates > 1 or columns & POLICY_COLUMNS):
+            columns |= {"routes"}
+        return columns
 
     def learners(self) -> dict[str, TrainConfig]:
         return {**super().learners(), "critic.train": self.critic.train}

@@ -107,6 +107,11 @@ def _check_options(run: SupervisedRun) -> Iterator[ConfigError]:
     yield from problems_of(check_loss, run)
     if run.lora.publish != "adapter":
         yield ConfigError("`lora.publish` says how adapters reach an engine, and nothing samples here. Leave it out.")
+    if run.train.router_replay != "none":
+        yield ConfigError(
+            f"`train.router_replay={run.train.router_replay}` has several updates on the same rollouts choose the same "
+            "experts, and examples are not trained on like that. Leave it out."
+        )
     if run.observe.rollouts:
         yield ConfigError("`observe.rollouts` shows rollouts in trackers, and nothing samples here. Leave it out.")
 

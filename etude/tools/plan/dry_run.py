@@ -318,6 +318,7 @@ def _batch_of_groups(run: Run, row: tuple[int, int], groups: int, size: int) -> 
     batch = Batch.from_records(rows, rollouts_of_batch)
     present = {name for name, _ in batch.columns()}
     needed = sorted((run.required_columns() | run.critic.loss.required_columns() | run.model_columns()) - present)
+    needed = [name for name in needed if name != "routes"]  # a pass makes it
     return batch.replace(**{name: _zeros(name, batch) for name in needed if name in COLUMNS})
 
 

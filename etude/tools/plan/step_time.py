@@ -71,7 +71,8 @@ def estimate_step_time(
     predicted = int(group.action.sum())
     groups = rollouts / size
     forward = cost.forward(pack, predicted)
-    passes = len(run.model_columns())
+    columns = run.model_columns()
+    passes = max(len(columns - {"routes"}), int("routes" in columns))
     engines, width = run.ranks, 1
     if served := isinstance(run.rollout, ServerConfig):
         engines, width = len(run.rollout.url) or run.rollout.replicas, run.rollout.tensor_parallel

@@ -22,6 +22,7 @@ from etude.recipes.run.roles import ENVIRONMENT_COLUMNS
 from etude.recipes.run.rules.batch_columns import check_batch_columns, check_columns_provided
 from etude.recipes.run.rules.group_size import TRIAL_REWARDS, trial_advantages
 from etude.recipes.run.rules.placement import check_placement
+from etude.recipes.run.rules.router_replay import check_router_replay
 from etude.recipes.run.rules.stale_data import check_stale_ratios, check_staleness
 from etude.recipes.run.rules.token_sets import check_token_sets
 from etude.recipes.run.rules.turns import check_turns
@@ -74,6 +75,7 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
         check_agents,
         check_servers,
         check_token_sets,
+        check_router_replay,
         _check_environment,
         check_staleness,
         _check_algorithm_options,

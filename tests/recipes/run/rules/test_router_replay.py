@@ -1,0 +1,27 @@
+"""Router replay that would replay nothing is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etude.errors import ConfigError
+from etude.recipes.run.rules.checks import check_run
+from tests.recipes.runs import run_of
+
+
+def test_replay_of_a_pass_that_is_not_made_is_refused(world: Path) -> None:
+    replayed = {"train.router_replay": "r2"}
+    with pytest.raises(ConfigError, match=r"`train.router_replay=r2` .* one update, .* Leave it out, or raise `mini_"):
+        check_run(run_of(world, **replayed))
+    several = run_of(world, **replayed, mini_batches=2)
+    check_run(several)
+    assert {"old_logp", "routes"} <= several.model_columns()
+    without_old = run_of(world, **replayed, ppo_epochs=2, **{"correction.policies": "two", "correction.weight": "none"})
+    assert "routes" in without_old.model_columns()
+
+
+def test_a_critic_replays_nothing(world: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`critic.train.router_replay=r2` .* a critic has routers of its own"):
+        check_run(run_of(world, advantage="gae", **{"critic.train.router_replay": "r2"}))
