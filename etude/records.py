@@ -195,6 +195,31 @@ class Completion(FrozenRecord):
             )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptScores(FrozenRecord):
+    """The log-probs of a prompt's tokens but the first, each given those before it, under the model's own
+    distribution."""
+
+    logp: NDArray[np.float32]  # [T - 1]
+    top_ids: NDArray[np.int32]  # [T - 1, k]
+    """The likeliest tokens at each place, the likeliest first."""
+    top_logp: NDArray[np.float32]  # [T - 1, k]
+
+    def __post_init__(self) -> None:
+        columns: dict[str, Any] = {}
+        for name, (dtype, dimensions) in _PROMPT_SCORES_COLUMNS.items():
+            columns[name] = read_only_array(getattr(self, name), dtype, f"PromptScores.{name}", dimensions)
+            object.__setattr__(self, name, columns[name])
+        check_same_length("PromptScores", **columns)
+
+
+_PROMPT_SCORES_COLUMNS: dict[str, tuple[type[np.generic], int]] = {
+    "logp": (np.float32, 1),
+    "top_ids": (np.int32, 2),
+    "top_logp": (np.float32, 2),
+}
+
+
 def _check_drawn(ids: NDArray[np.int32], support: Support) -> None:
     """Refuse a drawn token that is not in its set: the log-prob of such a token would be minus infinity."""
     wrong = np.flatnonzero(~support.contains(ids))

@@ -22,7 +22,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from etude.errors import EngineError
 from etude.observe import Last, Mean, Metric, Sum, get_logger
 from etude.protocols import Ids
-from etude.records import Completion, SamplingParams
+from etude.records import Completion, PromptScores, SamplingParams
 from etude.rollout.partial_completion import PartialCompletion
 from etude.rollout.request import MAX_RESTARTS, Delta
 from etude.rollout.router import Router
@@ -91,6 +91,12 @@ class FailoverRouter(Router):
         ) as deltas:
             async for delta in deltas:
                 yield delta
+
+    async def score(self, prompt: Ids, top: int) -> PromptScores:
+        """Have a server score a prompt. No other is asked if it fails: the caller may ask again."""
+        async with self._hold_slot(retry=False):
+            with self._choose_engine(prompt) as engine:
+                return await self.servers[engine].score(prompt, top)
 
     def admit_waiting(self) -> None:
         """Give free slots to waiting requests. Call this when a server came, went, or got more slots."""

@@ -250,3 +250,14 @@ def check_request(
             f"A prompt of {len(prompt)} tokens and up to {sampling.max_tokens} new ones do not fit into the cache, "
             f"which holds {cache_tokens} tokens. Raise the engine's kv_gib, or ask for fewer tokens."
         )
+
+
+def check_scored_prompt(ids: Ids, *, vocab_size: int, context_length: int) -> None:
+    """Refuse, in a sentence, a prompt that does not fit the vocabulary or the context."""
+    if not 1 <= len(ids) <= context_length:
+        raise DataError(
+            f"The prompt has {len(ids)} tokens, and this model scores 1 to {context_length}. Send a shorter one."
+        )
+    unknown = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(unknown):
+        raise DataError(f"The prompt has the token id {unknown[0]}; the model knows 0 to {vocab_size - 1}.")

@@ -71,6 +71,14 @@ class LaunchSpec:
     """The file with that key, for a server that does not take it from its environment."""
 
 
+@dataclass(frozen=True)
+class ScoredTokens:
+    """The scores of the tokens of a prompt: lists with one entry for each token but the first."""
+
+    logp: list[float]
+    likeliest: list[Likeliest]
+
+
 @dataclass
 class StreamChunk:
     """The new tokens of a streamed answer: lists with one entry for each token."""
@@ -177,6 +185,10 @@ class ServerBackend(ABC):
         The request shares cached keys and values only with requests of the same `salt`, a text for these weights. A
         server that holds adapters draws by that of `sampling.version`.
         """
+
+    @abstractmethod
+    async def score(self, client: HttpClient, prompt: list[int], top: int) -> ScoredTokens:
+        """Return the log-prob of each token of a prompt but the first, and the `top` likeliest tokens at its place."""
 
     @abstractmethod
     async def is_suspended(self, client: HttpClient) -> bool:

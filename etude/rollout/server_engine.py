@@ -25,11 +25,11 @@ import numpy as np
 
 from etude.errors import ConfigError, DataError, EngineError, EtudeError
 from etude.protocols import Ids, RunningPolicy
-from etude.records import Completion, SamplingParams
+from etude.records import Completion, PromptScores, SamplingParams
 from etude.rollout.held_adapters import HeldAdapters
 from etude.rollout.partial_completion import PartialCompletion
 from etude.rollout.reported_sets import check_drawn
-from etude.rollout.request import Delta, check_request
+from etude.rollout.request import Delta, check_request, check_scored_prompt
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_client import ServerClient
 from etude.running_time import running_time
@@ -225,6 +225,24 @@ class ServerEngine(ServerClient):
         async with aclosing(self.continue_completion(self.begin_completion(prompt, sampling))) as deltas:
             async for delta in deltas:
                 yield delta
+
+    async def score(self, prompt: Ids, top: int) -> PromptScores:
+        """Return the log-probs of a prompt's tokens, and the `top` likeliest tokens at each place."""
+        ids = np.asarray(prompt, dtype=np.int32)
+        # a server samples a token behind every prompt
+        check_scored_prompt(ids, vocab_size=self.shape.vocab_size, context_length=self._context_length - 1)
+        with self._track_active():
+            scored = await self.backend.score(self, ids.tolist(), top)
+        if len(scored.logp) != len(ids) - 1:
+            raise EngineError(f"The server at {self.url} scored {len(scored.logp)} of {len(ids) - 1} tokens.")
+        shape = (len(ids) - 1, top)
+        top_ids = [[token for token, _ in each] for each in scored.likeliest]
+        top_logp = [[logp for _, logp in each] for each in scored.likeliest]
+        return PromptScores(
+            np.array(scored.logp, np.float32),
+            np.array(top_ids, np.int32).reshape(shape),
+            np.array(top_logp, np.float32).reshape(shape),
+        )
 
     async def abort(self) -> None:
         self._abort_count += 1

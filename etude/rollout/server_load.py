@@ -11,7 +11,8 @@ half-written answers, and computes them once more later. `AdaptiveConcurrencyLim
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from etude.observe import Mean, Metric, Sum, get_logger
@@ -153,3 +154,35 @@ class SlotUsage:
         self._used_s = self._slot_s = self._seconds = 0.0
         self.refused = 0
         return metrics
+
+
+class BusyTime:
+    """The time in which at least one request runs. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since = 0.0
+        self._active = 0
+
+    @contextmanager
+    def count(self) -> Iterator[None]:
+        """Count a request as running inside this context."""
+        if not self._active:
+            self._since = time.perf_counter()
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._seconds += time.perf_counter() - self._since
+
+    def pop(self) -> float:
+        """Return the seconds since the last call."""
+        now = time.perf_counter()
+        if self._active:
+            self._seconds += now - self._since
+            self._since = now
+        seconds = self._seconds
+        self._seconds = 0.0
+        return seconds

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,11 +26,12 @@ from rich.console import Console
 from etude.errors import EngineError, EtudeError
 from etude.observe import Last, Metrics, Sum, get_logger, progress
 from etude.protocols import Ids, RunningPolicy
-from etude.records import Completion, SamplingParams
+from etude.records import Completion, PromptScores, SamplingParams
 from etude.rollout.failover_router import FailoverRouter
 from etude.rollout.replica import NO_SERVER_UP, Replica, wait_for_external_servers
 from etude.rollout.request import Delta
 from etude.rollout.server_engine import ServerEngine
+from etude.rollout.server_load import BusyTime
 from etude.running_time import EventLoop, running_time
 
 CHECK_INTERVAL = 1.0
@@ -62,9 +62,8 @@ class ServerPool:
         self._thread.start()
         self._watch: asyncio.Task[None] | None = None
         self.replicas: Sequence[Replica] = ()
-        self._busy = 0.0
-        self._since = 0.0
-        self._active_requests = self._publishing = 0
+        self._busy = BusyTime()
+        self._publishing = 0
         self._restart_counts: dict[ServerEngine, int] = {}
         """The restarts of each server when servers were withdrawn last."""
         try:
@@ -149,6 +148,10 @@ class ServerPool:
             future.result()
         finally:
             future.cancel()
+
+    async def score(self, prompt: Ids, top: int) -> PromptScores:
+        """Return the log-probs of a prompt's tokens, and the `top` likeliest tokens at each place."""
+        return await self._run(self._score(prompt, top))
 
     async def abort(self) -> None:
         """End all requests at servers. Every waiting call returns its tokens so far, finished by `abort`."""
@@ -338,26 +341,17 @@ class ServerPool:
         return await asyncio.wrap_future(self._submit(work))
 
     async def _generate(self, prompt: Ids, sampling: SamplingParams, on_start: Callable[[], None] | None) -> Completion:
-        with self._count_busy_time():
+        with self._busy.count():
             return await self.router.generate(prompt, sampling, on_start=on_start)
 
+    async def _score(self, prompt: Ids, top: int) -> PromptScores:
+        with self._busy.count():
+            return await self.router.score(prompt, top)
+
     async def _run_stream(self, prompt: Ids, sampling: SamplingParams, emit: Callable[[Delta], None]) -> None:
-        with self._count_busy_time():
+        with self._busy.count():
             async for delta in self.router.stream(prompt, sampling):
                 emit(delta)
-
-    @contextmanager
-    def _count_busy_time(self) -> Iterator[None]:
-        """Count the time in which at least one request runs."""
-        if not self._active_requests:
-            self._since = time.perf_counter()
-        self._active_requests += 1
-        try:
-            yield
-        finally:
-            self._active_requests -= 1
-            if not self._active_requests:
-                self._busy += time.perf_counter() - self._since
 
     async def _run_on_all(self, action: Callable[[ServerEngine], Coroutine[Any, Any, T]]) -> list[T]:
         actions = (action(server) for server in self.servers if server.is_up)
@@ -420,10 +414,7 @@ class ServerPool:
         self.router.admit_waiting()
 
     async def _stats(self) -> Metrics:
-        now, servers = time.perf_counter(), self.servers
-        if self._active_requests:
-            self._busy = self._busy + now - self._since
-            self._since = now
+        servers = self.servers
         metrics = Metrics(
             {
                 "engine/prompt_tokens": Sum.of(sum(server.prompt_tokens for server in servers)),
@@ -432,13 +423,12 @@ class ServerPool:
                 "engine/running": Last.of(sum(server.active_requests for server in servers)),
                 "engine/replicas": Last.of(sum(server.is_up for server in servers)),
                 "engine/restarts": Last.of(sum(replica.restart_count for replica in self.replicas)),
-                "engine/busy_seconds": Sum.of(self._busy),
+                "engine/busy_seconds": Sum.of(self._busy.pop()),
                 **self.router.pop_metrics(),
             }
         )
         for server in servers:
             server.prompt_tokens = server.new_tokens = server.finished = 0
-        self._busy = 0.0
         return metrics
 
     async def _shut_down(self) -> None:

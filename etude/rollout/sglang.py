@@ -14,7 +14,7 @@ from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import adapter_name
 from etude.rollout.reported_sets import Likeliest, active_filters
-from etude.rollout.server_backend import LaunchSpec, StreamChunk, VersionSpan, sent_biases
+from etude.rollout.server_backend import LaunchSpec, ScoredTokens, StreamChunk, VersionSpan, sent_biases
 from etude.rollout.server_client import HttpClient
 from etude.rollout.server_load import ServerLoad
 from etude.rollout.sglang_weights import SglangWeights, adapter_args
@@ -171,6 +171,21 @@ class SglangBackend(SglangWeights):
         async with aclosing(client.stream_events("/generate", body)) as events:
             async for read, event in events:
                 yield _parse_chunk(event, sampling, read)
+
+    async def score(self, client: HttpClient, prompt: list[int], top: int) -> ScoredTokens:
+        """Score a prompt by the log-probs of its input tokens."""
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": top,
+        }
+        meta = (await client.post("/generate", body))["meta_info"]
+        likeliest = [entry or [] for entry in meta.get("input_top_logprobs") or []]
+        return ScoredTokens(
+            [float(entry[0]) for entry in meta["input_token_logprobs"][1:]], _parse_likeliest(likeliest[1:], top)
+        )
 
     async def is_suspended(self, client: HttpClient) -> bool:
         """Probe the scheduler by /server_info, and return False: SGLang does not report this state."""

@@ -34,11 +34,12 @@ from torch import Tensor
 from etude.errors import ConfigError, EngineError
 from etude.models import EngineModel, Model
 from etude.observe import Metrics, Sum, get_logger
-from etude.records import Completion, SamplingParams
+from etude.records import Completion, PromptScores, SamplingParams
 from etude.rollout.config import TorchEngineConfig
 from etude.rollout.engine_steps import EngineSteps
 from etude.rollout.engine_thread import EngineCommands, WeightCopy, release_omp_workers, to_engine_error
-from etude.rollout.request import Delta, Request, check_request
+from etude.rollout.prompt_scores import score_prompt
+from etude.rollout.request import Delta, Request, check_request, check_scored_prompt
 from etude.rollout.sampling import SampledTokens
 from etude.rollout.scheduler import Scheduler
 from etude.rollout.step_pipeline import DrawnTokens
@@ -134,6 +135,12 @@ class TorchEngine:
             return [request.future.result() for request in requests]
         finally:
             self._cancel(*requests)
+
+    async def score(self, prompt: Ids, top: int) -> PromptScores:
+        """Return the log-probs of a prompt's tokens, and the `top` likeliest tokens at each place."""
+        ids = np.asarray(prompt, dtype=np.int32)
+        check_scored_prompt(ids, vocab_size=self.model.vocab_size, context_length=self.model.context_length)
+        return await self._commands.call_async(lambda: self._score(ids, top))
 
     async def abort(self) -> None:
         """End all requests. Every waiting call returns its tokens so far, finished by `abort`."""
@@ -340,6 +347,14 @@ class TorchEngine:
                 request.fail(EngineError("The engine is asleep: call wake() before you send requests."))
             else:
                 self._scheduler.add(request)
+
+    def _score(self, ids: Ids, top: int) -> PromptScores:
+        if self._broken is not None:
+            raise self._broken
+        try:
+            return score_prompt(self._resident.model, ids, top)
+        except Exception as error:
+            raise to_engine_error(error, self.config) from error
 
     def _abort(self) -> None:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:

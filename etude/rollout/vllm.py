@@ -13,7 +13,7 @@ from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import adapter_name
 from etude.rollout.reported_sets import Likeliest, active_filters, needs_report
-from etude.rollout.server_backend import LaunchSpec, StreamChunk, sent_biases
+from etude.rollout.server_backend import LaunchSpec, ScoredTokens, StreamChunk, sent_biases
 from etude.rollout.server_client import EndpointNotFoundError, HttpClient
 from etude.rollout.server_load import ServerLoad
 from etude.rollout.vllm_weights import VllmWeights, adapter_args
@@ -146,6 +146,18 @@ class VllmBackend(VllmWeights):
             _check_logprobs_limit(error, sampling)
             raise
 
+    async def score(self, client: HttpClient, prompt: list[int], top: int) -> ScoredTokens:
+        """Score a prompt by its `prompt_logprobs`, which are those of the model's own distribution."""
+        params = {"max_tokens": 1, "ignore_eos": True, "prompt_logprobs": top}
+        body = {"token_ids": prompt, "sampling_params": params, "stream": False}
+        reply = await client.post("/inference/v1/generate", body)
+        entries = (reply["prompt_logprobs"] or [None])[1:]
+        scores = [_parse_prompt_entry(entry) for entry in entries]
+        return ScoredTokens(
+            [entry[token] for entry, token in zip(scores, prompt[1:], strict=True)],
+            [sorted(entry.items(), key=lambda item: -item[1])[:top] for entry in scores],
+        )
+
     def _distribution(self, sampling: SamplingParams) -> dict[str, float]:
         """Return the parameters of the distribution to draw from.
 
@@ -227,6 +239,12 @@ def _parse_chunk(choice: dict[str, Any], sampling: SamplingParams, read: int) ->
         version_spans=None if spans is None else [(entry["version"], entry["start"], entry["end"]) for entry in spans],
         read=read,
     )
+
+
+def _parse_prompt_entry(entry: dict[str, dict[str, Any]]) -> dict[int, float]:
+    """Return the log-probs at one place of a prompt: of its token, and of the likeliest ones."""
+    read = {int(token): float(item["logprob"]) for token, item in entry.items()}
+    return {token: logp if logp > NO_LOGP else -math.inf for token, logp in read.items()}
 
 
 def _parse_likeliest(content: list[dict[str, Any]], number: int) -> list[Likeliest]:

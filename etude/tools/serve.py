@@ -55,6 +55,7 @@ def serve_model(run: Run, source: str, *, best: bool, listen: str) -> None:
             val=sampling,
             seed=run.seed,
             config=config,
+            scorer=engine,
         )
         attempt = asyncio.run(_start_attempt(queue))
         stopping = stack.enter_context(stop_on_signal())

@@ -16,7 +16,7 @@ import torch
 from etude.chat import Tokenizer
 from etude.errors import ConfigError, DataError, EngineError, EtudeError
 from etude.models import Model, load
-from etude.records import Completion, SamplingParams
+from etude.records import Completion, PromptScores, SamplingParams
 from etude.rollout import ServerPool, SglangConfig, TorchEngine, TorchEngineConfig
 from etude.rollout.reported_sets import Recording
 from etude.rollout.server_client import HttpClient
@@ -362,3 +362,21 @@ def test_a_closed_engine_refuses_requests(served_models: tuple[Path, Path]) -> N
     engine.close()
     with pytest.raises(EtudeError):
         engine.generate_all(prompts_of(1), [SamplingParams(max_tokens=2)])
+
+
+def test_the_tokens_of_a_prompt_are_scored(case: EngineCase) -> None:
+    async def score(prompt: Ids) -> PromptScores:
+        return await case.engine.score(prompt, 3)
+
+    for prompt in prompts_of(3):
+        scores = asyncio.run(score(prompt))
+        plain = logits_of(case.model, prompt)[:-1].log_softmax(-1)
+        wanted = plain.gather(1, torch.from_numpy(prompt[1:].astype(np.int64))[:, None])[:, 0].numpy()
+        assert np.allclose(scores.logp, wanted, atol=EXACT[case.kind])
+        best = plain.topk(3)
+        assert np.allclose(scores.top_logp, best.values.numpy(), atol=EXACT[case.kind])
+        assert np.array_equal(scores.top_ids[:, 0], best.indices[:, 0].numpy())
+    with pytest.raises(DataError, match="token id 10000"):
+        asyncio.run(score(np.array([3, 10_000], np.int32)))
+    with pytest.raises(DataError, match="this model scores 1 to"):
+        asyncio.run(score(np.full(CONTEXT + 1, 3, np.int32)))

@@ -116,6 +116,7 @@ ROOM_ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
         "rollout/static_step.py",
         "rollout/step_kernels.py",
         "rollout/batch_invariance.py",
+        "rollout/prompt_scores.py",
     ),
 }
 
@@ -142,6 +143,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "attention_groups",
             "block_pool",
+            "prompt_scores",
             "python_environments",
             "reported_sets",
             "sampling",
@@ -185,6 +187,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "rollout/static_step.py",
         "rollout/step_kernels.py",
         "rollout/batch_invariance.py",
+        "rollout/prompt_scores.py",
         "rollout/sampling.py",
         "rollout/device_sampling.py",
         "rollout/engine_thread.py",

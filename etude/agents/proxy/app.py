@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from etude.agents.proxy.anthropic import AnthropicDialect
 from etude.agents.proxy.chat_completions import ChatCompletionsDialect
-from etude.agents.proxy.completions import CompletionsDialect
+from etude.agents.proxy.completions import CompletionsDialect, merge_responses, split_prompts
 from etude.agents.proxy.endpoint import ModelEndpoint, unknown_model_error
 from etude.agents.proxy.external import ExternalCall
 from etude.agents.proxy.openai import error_body, sse_event
@@ -174,17 +174,22 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
                 if external_call is not None:
                     return await _pass_through(endpoint, dialect, external_call, request)
             state = request.headers.get("x-etude-state", "")
-            call = await endpoint.prepare_call(
-                background, dialect, attempt_id, body, size, tags=tags, began=began, state=state
-            )
+            bodies = split_prompts(body) if path == "/v1/completions" and endpoint.runner.scores_prompts else [body]
+            calls = [
+                await endpoint.prepare_call(
+                    background, dialect, attempt_id, each, size, tags=tags, began=began, state=state
+                )
+                for each in bodies
+            ]
+            call = calls[0]
             if call.request.stream:
                 format_failure = dialect.writer(call.reply_header(endpoint.chat.tokenizer)).fail
                 on_refusal = partial(endpoint.record_refusal, attempt_id, path)
                 return _EventStreamResponse(
                     dialect, partial(endpoint.runner.stream, call), format_failure, on_refusal, _headers(call)
                 )
-            answer_body = await _cancel_on_disconnect(request.receive, endpoint.runner.answer(call))
-            return _json(answer_body, headers=_headers(call))
+            answers = await _cancel_on_disconnect(request.receive, endpoint.runner.answer_all(calls))
+            return _json(merge_responses(answers), headers=_headers(call))
         except ClientDisconnectedError:
             return Response(status_code=499)
         except Exception as error:

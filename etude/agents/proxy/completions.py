@@ -12,6 +12,7 @@ from etude.agents.proxy.request import (
     MAX_CHOICES,
     AnswerLimits,
     APIDialect,
+    APIError,
     FindAnswer,
     JSONObject,
     ModelAnswer,
@@ -30,17 +31,18 @@ from etude.chat import ContentDelta, MessageDelta
 from etude.chat.tokenizer import Ids
 
 COMPLETIONS: FieldRules = field_rules(
-    obeyed="model prompt max_tokens stop stop_token_ids n best_of stream logprobs stream_options.include_usage "
+    obeyed="model prompt echo max_tokens stop stop_token_ids n best_of stream logprobs stream_options.include_usage "
     + FORM_FIELDS,
     sampling="temperature top_p top_k min_p repetition_penalty min_tokens seed logit_bias frequency_penalty "
     "presence_penalty",
     accepted=f"{openai.ACCEPTED} store stream_options.include_obfuscation stream_options.continuous_usage_stats",
     others={
-        "echo": refused("cannot be true: put the prompt before the answer yourself.", False),
         "suffix": refused("is not supported: this model continues a text, and cannot fill a gap in one.", ""),
     },
 )
 """The fields of a request, and the treatment of each."""
+MAX_PROMPTS = 128
+"""The most prompts of one call."""
 
 
 class TextWriter(OpenAIWriter):
@@ -73,10 +75,17 @@ class CompletionsDialect(APIDialect):
     def parse(self, fields: RequestFields, _: FindAnswer) -> ModelRequest:
         model, prompt = fields.string("model"), _prompt(fields)
         sampling = parse_sampling(fields)
-        sampling["max_tokens"] = fields.integer("max_tokens", 1, 2**31 - 1) or 16
+        with_prompt = fields.boolean("echo")
+        max_tokens = fields.integer("max_tokens", 0 if with_prompt else 1, 2**31 - 1)
+        sampling["max_tokens"] = max_tokens or 16
         num_top_logprobs = fields.integer("logprobs", 0, 20)
         if num_top_logprobs:
             sampling["top_logprobs"] = num_top_logprobs
+        stream = fields.boolean("stream")
+        if with_prompt and stream:
+            raise fields.error(
+                "echo", "cannot be true in a stream. Leave out 'stream', or put the prompt first yourself."
+            )
         n = fields.integer("n", 1, MAX_CHOICES) or 1
         fields.require("best_of", n, reason="must equal 'n': every answer is returned.")
         return ModelRequest(
@@ -86,17 +95,42 @@ class CompletionsDialect(APIDialect):
             sampling=sampling,
             penalties=nonzero_penalties(fields, "frequency_penalty", "presence_penalty"),
             n=n,
-            stream=fields.boolean("stream"),
+            stream=stream,
             logprobs=num_top_logprobs is not None,
             include_usage=wants_stream_usage(fields),
+            with_prompt=with_prompt,
+            prompt_only=max_tokens == 0,
         )
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
+        prompt = _prompt_text(reply)
         choices = [
-            _choice(n, str(answer.message.content), answer.finish_reason, _format_logprobs(answer, reply))
+            _choice(n, prompt + str(answer.message.content), answer.finish_reason, _format_logprobs(answer, reply))
             for n, answer in enumerate(answers)
         ]
         return {**reply_fields(reply, "text_completion"), "choices": choices, "usage": format_usage(reply, answers)}
+
+
+def split_prompts(body: JSONObject) -> list[JSONObject]:
+    """Return a call for each prompt of a call with several; else the call alone."""
+    prompts = body.get("prompt")
+    if not isinstance(prompts, list) or len(prompts) < 2 or not all(isinstance(one, str | list) for one in prompts):
+        return [body]
+    if len(prompts) > MAX_PROMPTS:
+        raise APIError(f"'prompt' has {len(prompts)} prompts; send at most {MAX_PROMPTS} in a call.", param="prompt")
+    if body.get("stream"):
+        raise APIError("'stream' cannot be true for several prompts. Send each in its own request.", param="stream")
+    return [{**body, "prompt": prompt} for prompt in prompts]
+
+
+def merge_responses(responses: Sequence[JSONObject]) -> JSONObject:
+    """Return the response to a call with several prompts, from the responses to each."""
+    if len(responses) == 1:
+        return responses[0]
+    choices = [choice for response in responses for choice in response["choices"]]
+    numbered = [{**choice, "index": index} for index, choice in enumerate(choices)]
+    usage = {name: sum(response["usage"][name] for response in responses) for name in responses[0]["usage"]}
+    return {**responses[0], "choices": numbered, "usage": usage}
 
 
 def _prompt(fields: RequestFields) -> str | Ids:
@@ -117,18 +151,45 @@ def _choice(index: int, text: str, finish: str | None, logprobs: JSONObject | No
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
+def _prompt_text(reply: ReplyHeader) -> str:
+    """Return the prompt, if it is returned before the answer."""
+    if reply.prompt is None:
+        return ""
+    prompt = reply.request.prompt
+    return prompt if isinstance(prompt, str) else reply.tokenizer.decode(reply.prompt.ids, keep_special_tokens=True)
+
+
 def _format_logprobs(answer: ModelAnswer, reply: ReplyHeader) -> JSONObject | None:
     """Return the log-probs in this dialect's columns, with each token's offset in the text; None if they were not
     requested."""
     if not reply.request.logprobs:
         return None
-    logprobs = openai.format_logprobs(answer.completion, reply.tokenizer)
+    answer_logprobs = openai.format_logprobs(answer.completion, reply.tokenizer)
+    logprobs = [*_prompt_logprobs(reply), *answer_logprobs]
     tokens = [entry["token"] for entry in logprobs]
     starts = list(accumulate((len(token) for token in tokens[:-1]), initial=0)) if tokens else []
-    tops = [{entry["token"]: entry["logprob"] for entry in token["top_logprobs"]} for token in logprobs]
+    tops = [_by_token(entry["top_logprobs"]) for entry in logprobs]
     return {
         "tokens": tokens,
         "token_logprobs": [entry["logprob"] for entry in logprobs],
         "top_logprobs": tops if any(tops) else None,
         "text_offset": starts,
     }
+
+
+def _prompt_logprobs(reply: ReplyHeader) -> list[JSONObject]:
+    """Return the log-prob of each token of a returned prompt. Nothing comes before the first, which has none."""
+    if reply.prompt is None or reply.prompt.scores is None:
+        return []
+    ids = reply.prompt.ids
+    scores = reply.prompt.scores
+    first = reply.tokenizer.decode(ids[:1], keep_special_tokens=True)
+    following = openai.format_token_logprobs(ids[1:], scores.logp, scores.top_ids, scores.top_logp, reply.tokenizer)
+    return [{"token": first, "logprob": None, "top_logprobs": None}, *following]
+
+
+def _by_token(likeliest: Sequence[JSONObject] | None) -> dict[str, float] | None:
+    """Return log-probs by the text of each token. Of several tokens with the same text, the likeliest has its place."""
+    if likeliest is None:
+        return None
+    return {entry["token"]: entry["logprob"] for entry in reversed(likeliest)}

@@ -22,7 +22,15 @@ from pydantic import Field
 from etude.agents.proxy.external import ExternalCall, ExternalModel, Passthrough
 from etude.agents.proxy.metrics import EndpointMetrics
 from etude.agents.proxy.model_call_runner import ModelCallRunner
-from etude.agents.proxy.request import APIDialect, APIError, ErrorKind, JSONObject, ModelRequest, Upstream
+from etude.agents.proxy.request import (
+    APIDialect,
+    APIError,
+    ErrorKind,
+    JSONObject,
+    ModelRequest,
+    PromptScorer,
+    Upstream,
+)
 from etude.agents.proxy.request_fields import parse_request
 from etude.agents.proxy.sampling_rules import ParameterMode, SamplingRules, SeedFunction, make_seed_function
 from etude.agents.proxy.session import AttemptSession, state_id
@@ -105,12 +113,14 @@ class ModelEndpoint:
         notified: bool = True,
         newest_version: Callable[[], int] | None = None,
         holds_grammars: bool = False,
+        scorer: PromptScorer | None = None,
     ) -> None:
         """context: the model's maximum sequence length, if the upstream does not check it. train, val: the sampling
         parameters of training and of validation, by default those of training. notified: True if a store reports ended
         attempts by `forget_attempts`; otherwise the endpoint queries the rollout queue often. newest_version: returns
         the newest policy version of an upstream that keeps several; an attempt keeps that of its first call.
-        holds_grammars: the upstream follows `SamplingParams.grammar`."""
+        holds_grammars: the upstream follows `SamplingParams.grammar`. scorer: computes the log-probs of prompts, where
+        answers are not recorded; a call of /v1/completions may then have several prompts, and `echo`."""
         self._holds_grammars = holds_grammars
         self.config = config or EndpointConfig()
         self.queue = queue
@@ -133,6 +143,7 @@ class ModelEndpoint:
             seeds or make_seed_function(0),
             timeout_s=self.config.timeout_s,
             newest_version=newest_version,
+            scorer=scorer,
         )
         if model in self.config.external:
             raise ConfigError(f"The trained model has the name '{model}'. Give the external model another name.")
@@ -237,7 +248,7 @@ class ModelEndpoint:
         anchor = state_id(state) if state else prompt.hash
         call = ModelCall(id, dialect, request, session, prompt, sampling, ignored, tuple(tags), began, anchor)
         tokens, context = len(call.prompt.input_ids), self._context
-        if context is not None and tokens >= context:
+        if context is not None and tokens + (not request.prompt_only) > context:
             raise await self._too_long(
                 attempt_id,
                 f"{tokens} tokens > {context - 1} maximum; this model's maximum context length is {context} tokens, "

@@ -13,8 +13,19 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from etude.agents.proxy.metrics import EndpointMetrics
-from etude.agents.proxy.request import AnswerWriter, APIError, CompletionChunk, JSONObject, ModelAnswer, Upstream
+from etude.agents.proxy.request import (
+    AnswerWriter,
+    APIError,
+    CompletionChunk,
+    JSONObject,
+    ModelAnswer,
+    PromptScorer,
+    ReturnedPrompt,
+    Upstream,
+)
 from etude.agents.proxy.sampling_rules import SeedFunction
 from etude.agents.proxy.slot_queue import SlotQueue
 from etude.agents.proxy.turn_recorder import ModelCall, TurnRecorder
@@ -27,6 +38,7 @@ from etude.running_time import time_limit
 
 T = TypeVar("T")
 Write = Callable[[bytes], Awaitable[None]]
+_EMPTY = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "length")
 
 
 class ModelCallRunner:
@@ -43,8 +55,10 @@ class ModelCallRunner:
         *,
         timeout_s: float,
         newest_version: Callable[[], int] | None = None,
+        scorer: PromptScorer | None = None,
     ) -> None:
-        """newest_version: see `ModelEndpoint`."""
+        """newest_version, scorer: see `ModelEndpoint`."""
+        self._scorer = scorer
         self._newest_version = newest_version
         self._chat = chat
         self._upstream = upstream
@@ -54,17 +68,33 @@ class ModelCallRunner:
         self._seeds = seeds
         self._timeout = timeout_s
 
+    @property
+    def scores_prompts(self) -> bool:
+        """True if answers are not recorded, so that a call of /v1/completions may have several prompts."""
+        return self._scorer is not None
+
+    async def answer_all(self, calls: Sequence[ModelCall]) -> list[JSONObject]:
+        """Return a response to each call. If one fails, the others are cancelled."""
+        return await _gather_limited([self.answer(call) for call in calls], len(calls))
+
     async def answer(self, call: ModelCall) -> JSONObject:
         """Return the answers to a call as one response."""
+        if call.request.with_prompt and not self.scores_prompts:
+            raise APIError(
+                "'echo' cannot be true: this endpoint records answers, and a prompt's log-probs are none. Put the "
+                "prompt before the answer yourself; `etude serve` returns both.",
+                param="echo",
+            )
         async with self._under_way(call):
             began = time.perf_counter()
             async with self._slots.acquire(call.request.n) as slots:
+                prompt = await self._score_prompt(call) if call.request.with_prompt else None
                 answers = await _gather_limited(
                     [self._answer_one(call, params) for params in self._params(call)], slots
                 )
             sampled = max(answer.sampled for answer in answers) - began
         self._on_answered(call, answers)
-        body = call.dialect.format_response(call.reply_header(self._chat.tokenizer), answers)
+        body = call.dialect.format_response(call.reply_header(self._chat.tokenizer, prompt), answers)
         seconds = time.perf_counter() - call.began
         self._metrics.record("latency", seconds)
         self._metrics.record("overhead", seconds - sampled)
@@ -133,6 +163,8 @@ class ModelCallRunner:
 
     async def _answer_one(self, call: ModelCall, params: SamplingParams) -> ModelAnswer:
         """Sample one answer and record it as soon as it is complete, even if the call's other answers fail."""
+        if call.request.prompt_only:
+            return ModelAnswer(Message("assistant", ""), _EMPTY, sampled=time.perf_counter())
         began = time.time()
         try:
             completion = await self._upstream.generate(call.prompt.input_ids, params)
@@ -144,6 +176,17 @@ class ModelCallRunner:
         sampled = time.perf_counter()
         answer = await self._record(call, completion, began, self._start_parser(call)[0].parse_all(completion.ids))
         return replace(answer, sampled=sampled)
+
+    async def _score_prompt(self, call: ModelCall) -> ReturnedPrompt:
+        """Return the prompt of a call, with the log-probs of its tokens if they were requested."""
+        ids = call.prompt.input_ids
+        if not call.request.logprobs:
+            return ReturnedPrompt(ids, None)
+        assert self._scorer is not None, "an endpoint without one has refused the call"
+        try:
+            return ReturnedPrompt(ids, await self._scorer.score(ids, call.sampling.top_logprobs))
+        except Exception as error:
+            raise await self._to_api_error(call, error) from error
 
     async def _stream_one(
         self, call: ModelCall, writer: AnswerWriter, index: int, params: SamplingParams, write: Write
@@ -198,7 +241,8 @@ class ModelCallRunner:
         if completion.finish_reason == "abort":
             raise APIError("The engine aborted this answer. Try again.", "failed")
         stop = self._find_stop_string(completion, call.sampling)
-        await call.session.remember_answer(call.request, call.prompt, completion, message, stop)
+        if not call.request.with_prompt:  # such a call evaluates, and nothing continues it
+            await call.session.remember_answer(call.request, call.prompt, completion, message, stop)
         return ModelAnswer(_PrefillStripper(self._parse_prefill(call)).strip(message), completion, stop)
 
     def _find_stop_string(self, completion: Completion, sampling: SamplingParams) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from etude.agents.proxy.request import AnswerLimits, APIError, ErrorKind, JSONObject
 from etude.agents.proxy.request_fields import FieldRule, RequestFields, ignored
@@ -202,20 +203,25 @@ def _allowed(request: RequestFields, choice_data: JSONObject, names: Sequence[st
 
 def format_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[JSONObject]:
     """Return the log-prob of each sampled token, and of the most likely tokens at its position."""
-    return [
-        {
-            **_token_logprob(int(id), float(logp), tokenizer),
-            "top_logprobs": _top_logprobs(completion, position, tokenizer),
-        }
-        for position, (id, logp) in enumerate(zip(completion.ids, completion.logp, strict=True))
-    ]
+    return format_token_logprobs(completion.ids, completion.logp, completion.top_ids, completion.top_logp, tokenizer)
 
 
-def _top_logprobs(completion: Completion, position: int, tokenizer: Tokenizer) -> list[JSONObject]:
-    if completion.top_ids is None or completion.top_logp is None:
-        return []
-    pairs = zip(completion.top_ids[position], completion.top_logp[position], strict=True)
-    return [_token_logprob(int(id), float(logp), tokenizer) for id, logp in pairs]
+def format_token_logprobs(
+    ids: Ids,
+    logp: NDArray[np.float32],
+    top_ids: Ids | None,
+    top_logp: NDArray[np.float32] | None,
+    tokenizer: Tokenizer,
+) -> list[JSONObject]:
+    """Return the log-prob of each token, and of the most likely tokens at its position."""
+    formatted: list[JSONObject] = []
+    for position, (id, score) in enumerate(zip(ids, logp, strict=True)):
+        likeliest: list[JSONObject] = []
+        if top_ids is not None and top_logp is not None:
+            pairs = zip(top_ids[position], top_logp[position], strict=True)
+            likeliest = [_token_logprob(int(top), float(top_score), tokenizer) for top, top_score in pairs]
+        formatted.append({**_token_logprob(int(id), float(score), tokenizer), "top_logprobs": likeliest})
+    return formatted
 
 
 def _token_logprob(id: int, logp: float, tokenizer: Tokenizer) -> dict[str, Any]:

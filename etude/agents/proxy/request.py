@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from etude.chat import MessageDelta
 from etude.chat.answer_grammar import AnswerForm
 from etude.chat.tokenizer import Ids, Tokenizer
-from etude.records import Completion, Message, SamplingParams
+from etude.records import Completion, Message, PromptScores, SamplingParams
 from etude.support import Support
 
 if TYPE_CHECKING:
@@ -128,6 +128,10 @@ class ModelRequest:
     """True if a later call may continue this answer."""
     echo: JSONObject = field(default_factory=dict)
     """The fields that the dialect repeats in its response."""
+    with_prompt: bool = False
+    """True if answers begin with the prompt, and their log-probs with those of the prompt's tokens."""
+    prompt_only: bool = False
+    """True if nothing is sampled: the prompt is returned alone."""
     ignored: tuple[str, ...] = ()
     """The fields and parts of the request that the answer does not follow."""
 
@@ -183,6 +187,15 @@ class ModelAnswer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ReturnedPrompt:
+    """A prompt that is returned before the answers to it."""
+
+    ids: Ids
+    scores: PromptScores | None
+    """The log-probs of its tokens, if they were requested."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ReplyHeader:
     """The fields that all answers to a call share."""
 
@@ -191,6 +204,8 @@ class ReplyHeader:
     prompt_tokens: int
     tokenizer: Tokenizer
     """Decodes single tokens for log-probs."""
+    prompt: ReturnedPrompt | None = None
+    """The prompt, if it is returned before each answer."""
 
 
 class AnswerWriter(Protocol):
@@ -297,4 +312,13 @@ class Upstream(Protocol):
 
     def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[CompletionChunk, None]:
         """Stream one continuation. Closing the stream ends the sampling."""
+        ...
+
+
+class PromptScorer(Protocol):
+    """Computes the log-probs of prompts, for evaluations. Engines do both: they are an `Upstream` too."""
+
+    async def score(self, prompt: Ids, top: int) -> PromptScores:
+        """Return the log-probs of a prompt's tokens, and the `top` likeliest tokens at each place. Raise as `Upstream`
+        does."""
         ...

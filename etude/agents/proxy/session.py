@@ -183,7 +183,8 @@ class AttemptSession:
 
     def _build_prompt(self, request: ModelRequest, count_rerendered: bool) -> Prompt:
         if request.prompt is not None:
-            return self._match_history(self._text_ids(request.prompt))
+            alone = request.with_prompt  # the log-probs of a prompt do not depend on earlier calls
+            return self._match_history(self._text_ids(request.prompt, alone=alone))
         messages = request.messages
         tools = request.tools
         conversation = self._conversation
@@ -203,10 +204,13 @@ class AttemptSession:
             return prompt
         return replace(prompt, changed=_count_differing(prompt.ids, self._chat.render(messages, tools)))
 
-    def _text_ids(self, prompt: str | Ids) -> Ids:
-        """Return the ids of a text. They contain the ids of the longest prefix that was served before."""
+    def _text_ids(self, prompt: str | Ids, *, alone: bool) -> Ids:
+        """Return the ids of a text. Unless it is tokenized alone, they contain the ids of the longest prefix that was
+        served before."""
         if not isinstance(prompt, str):
             return prompt
+        if alone:
+            return self._chat.tokenizer.encode(prompt, add_special_tokens=True)
         prefix = max((text for text in self._texts if prompt.startswith(text)), key=len, default=None)
         if prefix is None:
             return self._chat.tokenizer.encode(prompt, add_special_tokens=True)

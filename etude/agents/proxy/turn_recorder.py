@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from etude.agents.proxy.metrics import EndpointMetrics
-from etude.agents.proxy.request import APIDialect, APIError, CompletionChunk, ModelRequest, ReplyHeader
+from etude.agents.proxy.request import APIDialect, APIError, CompletionChunk, ModelRequest, ReplyHeader, ReturnedPrompt
 from etude.agents.proxy.session import AttemptSession, Prompt
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import IllegalTransitionError, NotFoundError
@@ -39,9 +39,9 @@ class ModelCall:
     anchor: int
     """Identifies the state of the call, for credit assignment that compares actions in the same state."""
 
-    def reply_header(self, tokenizer: Tokenizer) -> ReplyHeader:
-        """Return the fields that its answers share."""
-        return ReplyHeader(self.id, self.request, len(self.prompt.input_ids), tokenizer)
+    def reply_header(self, tokenizer: Tokenizer, prompt: ReturnedPrompt | None = None) -> ReplyHeader:
+        """Return the fields that its answers share. prompt: returned before each."""
+        return ReplyHeader(self.id, self.request, len(self.prompt.input_ids), tokenizer, prompt)
 
     @property
     def allows_tools(self) -> bool:

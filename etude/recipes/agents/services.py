@@ -27,7 +27,7 @@ from etude.agents.hubs.agent import HubAgent
 from etude.agents.proxy.app import create_router
 from etude.agents.proxy.endpoint import EndpointConfig, ModelEndpoint
 from etude.agents.proxy.external import external_models
-from etude.agents.proxy.request import Upstream
+from etude.agents.proxy.request import PromptScorer, Upstream
 from etude.agents.proxy.sampling_rules import make_seed_function
 from etude.agents.runner import RunnerTimeouts
 from etude.chat import ChatRenderer
@@ -174,8 +174,10 @@ def build_endpoint(
     seed: int,
     config: EndpointConfig,
     notified: bool = True,
+    scorer: PromptScorer | None = None,
 ) -> ModelEndpoint:
-    """Build the model endpoint of a run's model. train, val: the sampling parameters for training and validation."""
+    """Build the model endpoint of a run's model. train, val: the sampling parameters for training and validation.
+    scorer: see `ModelEndpoint`."""
     return ModelEndpoint(
         queue,
         keyring,
@@ -189,6 +191,7 @@ def build_endpoint(
         notified=notified,
         newest_version=newest_version(engine),
         holds_grammars=not isinstance(engine, ServerPool),
+        scorer=scorer,
     )
 
 
