@@ -39,12 +39,13 @@ def on(kind: str) -> list[pytest.MarkDecorator]:
 
 def make_served_model(directory: Path, seed: int) -> Path:
     """Create a random model whose next token depends strongly on its context, with a tokenizer of characters."""
-    model = create(tiny_config(make_tokenizer(directory), **SIZES), seed=seed, dtype=torch.float32)
+    model = create(tiny_config(make_tokenizer(directory, byte_level=True), **SIZES), seed=seed, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(4)
     save(model, directory)
+    (directory / "generation_config.json").write_text('{"eos_token_id": 1}')
     return directory
 
 

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import Fuse
 
 from etude.models import create, save, tiny_config
@@ -18,13 +18,20 @@ ALPHABET = "0123456789 +-=:abcdefghijklmnopqrstuvwxyz"
 PAD, END = "<pad>", "<end>"
 
 
-def make_tokenizer(directory: Path, alphabet: str = ALPHABET) -> int:
-    """Create a tokenizer of single characters, in the layout of a Hugging Face directory; return its size."""
+def make_tokenizer(directory: Path, alphabet: str = ALPHABET, *, byte_level: bool = False) -> int:
+    """Create a tokenizer of single characters, in the layout of a Hugging Face directory; return its size.
+
+    byte_level: it stores its characters as Qwen's does, which llguidance reads.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     words = {token: i for i, token in enumerate([PAD, END, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = Fuse()
+    if byte_level:
+        tokenizer.model = models.BPE({token.replace(" ", "Ġ"): i for token, i in words.items()}, [], unk_token=PAD)
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD, END])
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"pad_token": PAD, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}

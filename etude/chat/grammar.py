@@ -73,9 +73,12 @@ class GrammarMatcher:
 class GrammarCompiler:
     """The grammars of one tokenizer. Any thread may use it."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int] | None = None) -> None:
+        """end_ids: the tokens that may end an answer; by default all end tokens."""
         self._tokenizer = tokenizer
+        self.end_ids = tuple(tokenizer.eos_ids if end_ids is None else end_ids)
         self._lock = threading.RLock()
+        self._others: dict[frozenset[int], GrammarCompiler] = {}
         self._loaded: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
@@ -102,6 +105,27 @@ class GrammarCompiler:
         """Return whether a text is one marked token, which free text has no part of."""
         return text in self._marks
 
+    def ending_with(self, end_ids: Sequence[int]) -> GrammarCompiler:
+        """Return the grammars whose answers may end with these tokens."""
+        if set(end_ids) == set(self.end_ids):
+            return self
+        with self._lock:
+            return self._others.setdefault(frozenset(end_ids), GrammarCompiler(self._tokenizer, end_ids))
+
+    def is_read_directly(self) -> bool:
+        """Return whether llguidance reads the tokenizer's file by itself, as servers have it do.
+
+        That depends on the file's decoder, so no vocabulary is loaded.
+        """
+        described = json.loads(self._tokenizer.to_json())
+        described["model"] = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+        described |= {"added_tokens": [], "pre_tokenizer": None, "post_processor": None}
+        try:
+            llguidance.LLTokenizer(json.dumps(described), n_vocab=1, eos_token=[0])
+        except (ModuleNotFoundError, ValueError):
+            return False
+        return True
+
     @property
     def _inner(self) -> llguidance.LLTokenizer:
         """The tokenizer as llguidance has it. A large one takes seconds, so it is loaded once."""
@@ -113,7 +137,7 @@ class GrammarCompiler:
         tokenizer = self._tokenizer
         try:
             return llguidance.LLTokenizer(
-                tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=list(tokenizer.eos_ids)
+                tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=list(self.end_ids)
             )
         except ModuleNotFoundError as error:
             raise MissingPackageError(

@@ -5,6 +5,7 @@ server has. A request then goes where the beginning of its prompt went (`Router`
 full. If its server breaks off, another server with the same weights continues from the tokens that are there. With
 other weights, or if it is not known which weights drew them, the answer begins anew. A streamed answer is never begun
 anew: its reader has the beginning. An answer that new weights restarted `MAX_RESTARTS` times keeps its tokens too.
+An answer that is held to a grammar is never continued: it begins anew, and fails where that is not possible.
 Requests go only to servers that are up, not withdrawn, and of the newest version.
 
 Servers that hold adapters answer by the version that a request names, or else by the last one that was published. So a
@@ -176,6 +177,8 @@ class FailoverRouter(Router):
         self, partial: PartialCompletion, *, streaming: bool
     ) -> AsyncGenerator[Delta, None]:
         """Yield the answer as it comes. streaming: a reader has the beginning, so the answer cannot begin anew."""
+        is_bound = partial.sampling.grammar is not None  # no server goes on in the middle of a grammar
+        partial.is_streamed = streaming
         failures = withdrawals = 0
         retry = False
         while True:
@@ -184,8 +187,8 @@ class FailoverRouter(Router):
                     server = self.servers[engine]
                     if self.keeps_versions and partial.kept_version is None:
                         partial.kept_version = self.version
-                    keeps_tokens = streaming or withdrawals > MAX_RESTARTS
-                    if not keeps_tokens and _has_other_weights(partial, server):
+                    keeps_tokens = streaming or (withdrawals > MAX_RESTARTS and not is_bound)
+                    if not keeps_tokens and (_has_other_weights(partial, server) or (is_bound and partial.ids)):
                         partial.restart()
                         self.restarted += 1
                     elif retry and partial.ids:
@@ -197,11 +200,14 @@ class FailoverRouter(Router):
                         return
                     except StreamInterruptedError as error:
                         if (keeps_tokens or not partial.version_uncertain) and partial.finish_if_complete():
-                            yield partial.take_delta()
+                            yield await partial.next_delta()
                             return
+                        is_withdrawn = isinstance(error, RequestWithdrawnError)
+                        withdrawals += is_withdrawn and bool(partial.ids)
+                        if is_bound and partial.ids and (streaming or withdrawals > MAX_RESTARTS):
+                            raise
                         retry = True
-                        if isinstance(error, RequestWithdrawnError):
-                            withdrawals += bool(partial.ids)
+                        if is_withdrawn:
                             continue
                         failures += 1
                         if failures == MAX_TRIES:

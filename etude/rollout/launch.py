@@ -53,6 +53,8 @@ def start_servers(
     shape = ModelShape.read(model)
     backend = config.create_backend(0 if adapters is None else adapters.held, recording)
     backend.discards_weights = enable_sleep and adapters is None and not config.url
+    if tokenizer is not None and tokenizer.grammars.is_read_directly():
+        backend.grammar_end_ids = backend.find_grammar_end_ids(tokenizer, model)
     joined_key = read_api_key(config.api_key_env, "the servers in `rollout.url`")
     targets: list[tuple[str, LaunchSpec | None, str]] = [(url, None, joined_key) for url in config.url]
     if not config.url:

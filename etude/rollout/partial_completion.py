@@ -10,6 +10,7 @@ server replaces these versions.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,13 +22,14 @@ from numpy.typing import NDArray
 from etude.chat.stop_strings import StopStringFilter
 from etude.protocols import Ids
 from etude.records import FINISH_REASONS, Completion, SamplingParams
-from etude.rollout.reported_sets import Likeliest, TokenRules
+from etude.rollout.reported_sets import GrammarSets, Likeliest, TokenRules, active_filters
 from etude.rollout.request import Delta
 from etude.rollout.server_backend import StreamChunk, VersionSpan, samples_model_distribution
 from etude.support import EncodedSet, Support
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
+    from etude.chat.grammar import GrammarCompiler
 
 
 class PartialCompletion:
@@ -41,10 +43,11 @@ class PartialCompletion:
         limit: int,
         vocab_size: int,
         tokenizer: Tokenizer | None,
+        grammar_end_ids: Sequence[int] = (),
         on_start: Callable[[], None] | None = None,
     ) -> None:
         """limit: the length, prompt included, at which the answer is cut off. vocab_size: the model knows the ids below
-        it."""
+        it. grammar_end_ids: see `ServerBackend`."""
         self.prompt = np.asarray(prompt, dtype=np.int32)
         self.sampling = sampling
         self.kept_version = sampling.version
@@ -52,8 +55,12 @@ class PartialCompletion:
         self.max_new_tokens = min(sampling.max_tokens, limit - len(prompt))
         self.stop_ids = sorted({*sampling.stop_ids, *(tokenizer.eos_ids if tokenizer else ())})
         self._rules = TokenRules(sampling, self.stop_ids, vocab_size)
+        self._vocab_size = vocab_size
         self._tokenizer = tokenizer
+        self._grammar_end_ids = grammar_end_ids
         self._on_start = on_start
+        self.is_streamed = False
+        """True if a reader gets the answer as it comes."""
         self.restart()
 
     def restart(self) -> None:
@@ -67,6 +74,9 @@ class PartialCompletion:
         weights drew them."""
         self._top: list[Likeliest] = []
         self._allowed: list[EncodedSet | None] = []
+        grammar = self.sampling.grammar
+        self._sets = None if grammar is None else GrammarSets(self.grammars, grammar, self._vocab_size)
+        self._checked = 0  # tokens that the grammar was found to allow
         self._alternatives: list[Likeliest] = []
         self._knows_raw_logp = True  # false if the server was asked for the likeliest token alone
         self._segment_start = 0
@@ -81,6 +91,12 @@ class PartialCompletion:
     def version(self) -> int | None:
         """The version of the weights that drew the last token; None before the first."""
         return self._versions[-1] if self._versions else None
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """The grammars, as its servers compile them."""
+        assert self._tokenizer is not None, "without a tokenizer a request with a grammar is refused"
+        return self._tokenizer.grammars.ending_with(self._grammar_end_ids)
 
     def remaining_request(self, version: int) -> tuple[Ids, SamplingParams]:
         """Return the prompt and the sampling parameters for the rest. Later tokens belong to the next server, whose
@@ -171,6 +187,24 @@ class PartialCompletion:
         elif self.finish is None and len(self.ids) >= self.max_new_tokens:
             self.finish = "length"
         return self.finish is not None
+
+    async def next_delta(self) -> Delta:
+        """Return the tokens since the last delta, as `take_delta` does; raise if one does not belong to the grammar.
+
+        Nobody reads the sets of an answer before its end unless it is streamed.
+        """
+        if self.sampling.grammar is not None and (self.is_streamed or self.finish is not None):
+            await asyncio.to_thread(self._apply_grammar)
+        return self.take_delta()
+
+    def _apply_grammar(self) -> None:
+        """Check new tokens by the grammar; fill in its sets where they are asked for and nothing narrower is known."""
+        assert self._sets is not None, "the answer has a grammar"
+        since = self._checked
+        self._checked = len(self.ids)
+        sets = self._sets.extend(self.ids[since:])
+        if self.sampling.support and self.sampling.temperature > 0 and not active_filters(self.sampling):
+            self._allowed[since:] = sets
 
     def take_delta(self) -> Delta:
         """Return the tokens since the last delta, with the whole completion once it has finished."""

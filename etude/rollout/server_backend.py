@@ -31,6 +31,7 @@ from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.reported_sets import LOGPROBS_ALONE, Likeliest, Recording, active_filters, needs_report
 
 if TYPE_CHECKING:
+    from etude.chat import Tokenizer
     from etude.rollout.config import ServerConfig
     from etude.rollout.server_client import HttpClient
     from etude.rollout.server_load import ServerLoad
@@ -118,6 +119,8 @@ class ServerBackend(ABC):
     """The endpoints that begin and finish an update by buckets."""
     sets_since: ClassVar[tuple[int, ...]]
     """The leading numbers of the first version that reports the tokens that could be drawn."""
+    grammar_args: ClassVar[tuple[str, ...]]
+    """The arguments that have it hold answers to grammars by llguidance."""
     adapters_path: ClassVar[str] = ""
     """The prefix of the endpoints for adapters."""
 
@@ -130,6 +133,8 @@ class ServerBackend(ABC):
         self.recording = recording
         self.discards_weights = False
         """True if sleep drops the weights, because all of them are sent again before the next request."""
+        self.grammar_end_ids: tuple[int, ...] = ()
+        """The tokens that may end an answer of a grammar there; empty if servers hold answers to none."""
 
     # -- how it is spoken to ------------------------------------------------------------------------------------------
 
@@ -164,16 +169,32 @@ class ServerBackend(ABC):
                 "out."
             )
         if sampling.grammar is not None:
-            raise ConfigError(
-                f"An answer of a certain form was asked for, and this endpoint cannot hold {self.package} to one. Ask "
-                "for the form in the messages, or choose `rollout=embedded`."
-            )
+            self._check_bound(sampling)
         biases = [bias for bias in sampling.logit_bias.values() if bias != -math.inf]
         too_large = next((bias for bias in biases if not abs(bias) <= MAX_LOGIT_BIAS), None)
         if too_large is not None:
             raise ConfigError(
                 f"A logit bias of {too_large:g} was asked for, and {self.package} takes none beyond "
                 f"{MAX_LOGIT_BIAS:g} either way. {-MAX_LOGIT_BIAS:g} keeps a token from being drawn."
+            )
+
+    @abstractmethod
+    def find_grammar_end_ids(self, tokenizer: Tokenizer, model: Path) -> tuple[int, ...]:
+        """Return the tokens that its grammar engine takes for ends of an answer of the model in a directory."""
+
+    def _check_bound(self, sampling: SamplingParams) -> None:
+        """Refuse a request for an answer of a certain form that the server cannot follow."""
+        if not self.grammar_end_ids:
+            raise ConfigError(
+                f"An answer of a certain form was asked for, and the grammar engine of {self.package} cannot read this "
+                "model's tokenizer, or finds no end token. Ask for the form in the messages, or choose "
+                "`rollout=embedded`."
+            )
+        if sampling.min_tokens or sampling.logit_bias:
+            name = "min_tokens" if sampling.min_tokens else "logit_bias"
+            raise ConfigError(
+                f"An answer of a certain form was asked for with `{name}`, and {self.package} may then have no token "
+                f"left to draw. Leave `{name}` out, or choose `rollout=embedded`."
             )
 
     @abstractmethod
@@ -354,4 +375,5 @@ def samples_model_distribution(sampling: SamplingParams) -> bool:
         and sampling.repetition_penalty == 1
         and sampling.min_tokens == 0
         and not sampling.logit_bias
+        and sampling.grammar is None
     )

@@ -26,6 +26,7 @@ import numpy as np
 from etude.errors import ConfigError, DataError, EngineError, EtudeError
 from etude.protocols import Ids, RunningPolicy
 from etude.records import Completion, PromptScores, SamplingParams
+from etude.rollout.grammar_trial import GrammarTrial
 from etude.rollout.held_adapters import HeldAdapters
 from etude.rollout.partial_completion import PartialCompletion
 from etude.rollout.reported_sets import check_drawn
@@ -116,6 +117,7 @@ class ServerEngine(ServerClient):
         self.shape = shape
         self.tokenizer = tokenizer
         self.adapters = HeldAdapters(self)
+        self._grammar_trial = GrammarTrial(self)
         self.is_up = False
         self.last_token_time = 0.0
         """The time of the last drawn token."""
@@ -167,6 +169,7 @@ class ServerEngine(ServerClient):
             limit=self._context_length,
             vocab_size=self.shape.vocab_size,
             tokenizer=self.tokenizer,
+            grammar_end_ids=self.backend.grammar_end_ids,
             on_start=on_start,
         )
 
@@ -176,6 +179,8 @@ class ServerEngine(ServerClient):
         Raises `StreamInterruptedError` if the server breaks off. That includes an answer that the server aborts by
         itself, for want of memory, or because weights arrived in part.
         """
+        if answer.sampling.grammar is not None:
+            await self._try_grammars(answer)
         version, salt = self.version, self._salt
         if self.backend.adapters:
             version = self.version if answer.kept_version is None else answer.kept_version
@@ -198,16 +203,18 @@ class ServerEngine(ServerClient):
                             answer.finish = None
                             reason = RequestWithdrawnError if self._interrupting else StreamInterruptedError
                             raise reason(f"The server at {self.url} aborted an answer.")
-                        if chunk.ids or answer.finish:
-                            yield answer.take_delta()
                         if answer.finish:
-                            self.finished += 1
-                            return
+                            break
+                        if chunk.ids:
+                            yield await answer.next_delta()
             except StreamInterruptedError:
                 raise
             except EngineError as error:
                 raise StreamInterruptedError(str(error)) from error
-        raise StreamInterruptedError(f"The server at {self.url} ended an answer without saying how it finished.")
+        if not answer.finish:
+            raise StreamInterruptedError(f"The server at {self.url} ended an answer without saying how it finished.")
+        self.finished += 1
+        yield await answer.next_delta()
 
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
@@ -222,7 +229,9 @@ class ServerEngine(ServerClient):
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
         """Do the same, and yield the answer as it comes."""
-        async with aclosing(self.continue_completion(self.begin_completion(prompt, sampling))) as deltas:
+        answer = self.begin_completion(prompt, sampling)
+        answer.is_streamed = True
+        async with aclosing(self.continue_completion(answer)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -353,6 +362,14 @@ class ServerEngine(ServerClient):
             await self.disconnect()
 
     # -- private ------------------------------------------------------------------------------------------------------
+
+    async def _try_grammars(self, answer: PartialCompletion) -> None:
+        """Find out once whether the server holds answers to grammars; raise if it does not."""
+        try:
+            with self._track_active():
+                await self._grammar_trial.run(answer.grammars)
+        except EngineError as error:
+            raise StreamInterruptedError(str(error)) from error
 
     @contextmanager
     def _track_active(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
@@ -18,6 +18,9 @@ from etude.rollout.server_backend import LaunchSpec, ScoredTokens, StreamChunk, 
 from etude.rollout.server_client import HttpClient
 from etude.rollout.server_load import ServerLoad
 from etude.rollout.sglang_weights import SglangWeights, adapter_args
+
+if TYPE_CHECKING:
+    from etude.chat import Tokenizer
 
 NO_OVERLAP = "--disable-overlap-schedule"
 """The argument by which a pause in place leaves no step under way, which would meet a change of weights half-way."""
@@ -34,6 +37,7 @@ class SglangBackend(SglangWeights):
     package: ClassVar[str] = "SGLang"
     tested_version: ClassVar[tuple[int, ...]] = (0, 5, 23)
     sets_since: ClassVar[tuple[int, ...]] = (0, 5, 23)
+    grammar_args: ClassVar[tuple[str, ...]] = ("--grammar-backend", "llguidance")
     paths: ClassVar[frozenset[str]] = SglangWeights.paths | {"/generate"}
     health_path: ClassVar[str] = "/model_info"  # its /health draws a token, which a paused server does not
 
@@ -54,6 +58,7 @@ class SglangBackend(SglangWeights):
             args += ["--max-total-tokens", str(launch.kv_tokens)]
         if launch.enable_sleep and launch.device == "cuda":
             args.append("--enable-memory-saver")
+        args += self.grammar_args if self.grammar_end_ids else ()
         if self.kv == "keep":
             args.append(NO_OVERLAP)
         if self.recording.top_k * 2 > DEFAULT_SET_SIZE:  # tokens as likely as the last one are kept too
@@ -115,6 +120,15 @@ class SglangBackend(SglangWeights):
             )
         return version
 
+    def find_grammar_end_ids(self, tokenizer: Tokenizer, model: Path) -> tuple[int, ...]:  # noqa: ARG002
+        """Return the end tokens of the model's own files. With none of them a server with grammars does not start."""
+        named: set[int] = set()
+        for file in ("config.json", "generation_config.json"):
+            if (model / file).is_file():
+                ids = json.loads((model / file).read_text(encoding="utf-8")).get("eos_token_id")
+                named |= {ids} if isinstance(ids, int) else set(ids or ())
+        return tuple(sorted(named))
+
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Refuse a repetition penalty, which has another meaning there, and filters that it cannot report.
 
@@ -155,6 +169,8 @@ class SglangBackend(SglangWeights):
         }
         if sampling.logit_bias:
             params["logit_bias"] = sent_biases(sampling)
+        if sampling.grammar is not None:
+            params["ebnf"] = sampling.grammar
         body = {
             "input_ids": prompt,
             "sampling_params": params,

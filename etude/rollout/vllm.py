@@ -7,7 +7,8 @@ import math
 import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
@@ -17,6 +18,9 @@ from etude.rollout.server_backend import LaunchSpec, ScoredTokens, StreamChunk, 
 from etude.rollout.server_client import EndpointNotFoundError, HttpClient
 from etude.rollout.server_load import ServerLoad
 from etude.rollout.vllm_weights import VllmWeights, adapter_args
+
+if TYPE_CHECKING:
+    from etude.chat import Tokenizer
 
 METRIC_PATTERN = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_preemptions_total)\{.*\} (\S+)$", re.M
@@ -41,6 +45,7 @@ class VllmBackend(VllmWeights):
     package: ClassVar[str] = "vLLM"
     tested_version: ClassVar[tuple[int, ...]] = (0, 32)
     sets_since: ClassVar[tuple[int, ...]] = (0, 28)
+    grammar_args: ClassVar[tuple[str, ...]] = ("--structured-outputs-config.backend", "guidance")
     paths: ClassVar[frozenset[str]] = VllmWeights.paths | {"/inference/v1/generate", "/is_sleeping"}
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
@@ -58,6 +63,7 @@ class VllmBackend(VllmWeights):
             "--disable-uvicorn-access-log",
         ]
         args += ["--return-sampling-mask"] if self.recording.has_sets else []
+        args += self.grammar_args if self.grammar_end_ids else ()
         if config.tensor_parallel > 1:
             args += ["--tensor-parallel-size", str(config.tensor_parallel)]
         if config.nodes > 1:
@@ -92,6 +98,10 @@ class VllmBackend(VllmWeights):
 
     async def get_server_version(self, client: HttpClient) -> str:
         return str(json.loads(await client.get("/version"))["version"])
+
+    def find_grammar_end_ids(self, tokenizer: Tokenizer, model: Path) -> tuple[int, ...]:  # noqa: ARG002
+        """Return the tokenizer's own end token alone."""
+        return tokenizer.eos_ids[:1] if "eos_token" in tokenizer.special_tokens else ()
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Refuse combinations and sizes that vLLM does not support; every parameter has the usual meaning.
@@ -132,6 +142,8 @@ class VllmBackend(VllmWeights):
         }
         if sampling.logit_bias:
             params["logit_bias"] = sent_biases(sampling)
+        if sampling.grammar is not None:
+            params["structured_outputs"] = {"grammar": sampling.grammar}
         if sampling.seed is not None:
             params["seed"] = sampling.seed % 2**63
         body = {"token_ids": prompt, "sampling_params": params, "stream": True, "cache_salt": salt}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from etude.chat import Tokenizer
+from etude.chat.grammar import HEADER
 from etude.errors import ConfigError, DataError, EngineError, EtudeError
 from etude.models import Model, load
 from etude.records import Completion, PromptScores, SamplingParams
@@ -134,6 +136,36 @@ def test_a_cut_distribution_is_reported_as_it_is_or_refused(case: EngineCase) ->
         chosen = logits.gather(1, torch.from_numpy(answer.ids.astype(np.int64))[:, None])[:, 0]
         wanted = (chosen - best.logsumexp(-1)).numpy()
         assert np.allclose(answer.logp, wanted, atol=2 * EXACT[case.kind])
+
+
+FORMS = [
+    ("start: /[a-d]{2,3}(=[01]{1,2})?/", "[a-d]{2,3}(=[01]{1,2})?"),
+    ('start: "ab" | "abc" | "b" /c+/', "ab|abc|bc+"),
+    ('start: %json {"type": "integer", "minimum": 3, "maximum": 120}', "[0-9]+"),
+    ('start: word (" " word){1,2}\nword: /[a-z]{1,3}/', "[a-z]{1,3}( [a-z]{1,3}){1,2}"),
+    ('start: head "=" /[0-9]/\nhead[lazy]: /(?s:.*):/', "[^:]*:=[0-9]"),
+]
+"""Grammars, and what their answers match."""
+
+
+def test_an_answer_is_held_to_its_grammar_and_has_its_sets(case: EngineCase) -> None:
+    """The log-probs are over the sets, as a trainer without a grammar engine computes them."""
+    prompts = prompts_of(2 * len(FORMS))
+    bound = [
+        SamplingParams(max_tokens=16, seed=number, grammar=f"{HEADER}{form}\n", support=True)
+        for number, (form, _) in enumerate(2 * FORMS)
+    ]
+    answers = case.engine.generate_all(prompts, bound)
+    for prompt, answer, (_, pattern) in zip(prompts, answers, 2 * FORMS, strict=True):
+        if answer.finish_reason == "stop":
+            assert re.fullmatch(pattern, answer.text)
+        assert answer.support is not None
+        logits = logits_of(case.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1]
+        allowed = np.stack([answer.support.mask(place, logits.shape[1]) for place in range(len(answer.ids))])
+        logp = torch.log_softmax(logits.masked_fill(~torch.from_numpy(allowed), -torch.inf), -1)
+        wanted = logp.gather(1, torch.from_numpy(answer.ids.astype(np.int64))[:, None])[:, 0].numpy()
+        assert np.allclose(answer.logp, wanted, atol=2 * EXACT[case.kind])
+    assert sum(answer.finish_reason == "stop" for answer in answers) > len(FORMS)
 
 
 def test_repetition_of_the_prompt_is_penalised_too_or_refused(case: EngineCase) -> None:

@@ -154,6 +154,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("device_sampling", "engine_thread", "gpu_share", "held_adapters", "kv_budget", "request", "router"),
         ("scheduler", "server_backend", "slot_state"),
         ("partial_completion", "server_client", "state_trial"),
+        ("grammar_trial",),
         ("batch_invariance", "server_engine", "sglang_weights", "vllm_weights"),
         ("health_check", "kv_cache", "sglang", "vllm"),
         ("config", "failover_router", "replica", "static_step", "step_batch", "step_kernels"),

@@ -190,7 +190,7 @@ def build_endpoint(
         config=config,
         notified=notified,
         newest_version=newest_version(engine),
-        holds_grammars=not isinstance(engine, ServerPool),
+        holds_grammars=not isinstance(engine, ServerPool) or bool(engine.servers[0].backend.grammar_end_ids),
         scorer=scorer,
     )
 
