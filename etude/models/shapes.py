@@ -11,6 +11,8 @@ from etude.errors import ConfigError
 
 WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})
 """The kinds of layers without attention, among transformers' `layer_types`."""
+RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})
+"""The kinds of layers that hand a state from token to token, among transformers' `layer_types`."""
 
 
 @dataclass(frozen=True)

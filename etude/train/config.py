@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -94,6 +95,12 @@ class MeshConfig(Config):
         description="ranks that split each layer, its heads and its inner width, and the tokens between layers; more "
         "need less memory for activations, and communicate in every layer",
     )
+    context: int = Field(
+        1,
+        ge=1,
+        description="ranks that split the tokens of each rollout, and in attention the heads; more need less memory "
+        "for activations, and exchange queries, keys, values and results in every layer",
+    )
     expert: int = Field(
         1,
         ge=1,
@@ -101,13 +108,20 @@ class MeshConfig(Config):
         "and send each token to the ranks of its experts",
     )
 
+    @property
+    def ranks_per_rollout(self) -> int:
+        """The number of ranks that compute the same rollouts."""
+        return self.context * self.tensor
+
     def check_ranks(self, ranks: int) -> None:
         """Refuse a number of ranks that is not a multiple of the mesh."""
-        block = self.replicas * self.tensor
+        sizes = {"replicas": self.replicas, "context": self.context, "tensor": self.tensor}
+        block = math.prod(sizes.values())
         if ranks % block:
+            factors = " × ".join(f"`mesh.{name}={size}`" for name, size in sizes.items() if size > 1)
             raise ConfigError(
-                f"`mesh.replicas={self.replicas}` times `mesh.tensor={self.tensor}` are {block}, and `ranks={ranks}` "
-                f"is no multiple of that. Set `ranks={max(block, ranks - ranks % block)}`, or a smaller mesh."
+                f"`ranks={ranks}` is no multiple of {block}, which is {factors}. Set "
+                f"`ranks={max(block, ranks - ranks % block)}`, or a smaller mesh."
             )
         shards = ranks // self.replicas
         if shards % self.expert:

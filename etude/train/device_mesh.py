@@ -1,22 +1,24 @@
-"""The ranks of sharded weights as device meshes: replica × data × tensor, and for experts replica × shard × expert.
+"""The ranks of sharded weights as device meshes: replica × data × context × tensor, and for experts another division.
 
     replica     copies of the same shards
-    data        each layer's weights are sharded over these ranks
-    tensor      each layer's heads and inner width are split over these ranks, which compute the same rollouts
+    data        ranks with other rollouts
+    context     the tokens of the same rollouts are split over these ranks, and in attention the heads
+    tensor      each layer's heads and inner width are split over these ranks, and the tokens of the same rollouts
 
-                   tensor                                        layers   sharded over data
-    data   rank 0 │ 1        rank 4 │ 5                          root     sharded over data × tensor
+                   tensor                                        layers   sharded over data × context
+    data   rank 0 │ 1        rank 4 │ 5                          root     sharded over data × context × tensor
                 2 │ 3             6 │ 7                          rollouts other ones along replica and data
              replica 0         replica 1
 
     expert      each layer's experts are divided over these ranks, which compute other rollouts or other tokens of them
 
-Ranks along `tensor` have adjacent numbers, because they exchange the most. So have those along `expert`, which is any
-divisor of data × tensor. The other ranks of a copy shard the same experts.
+Ranks along `tensor` have adjacent numbers, because they exchange the most, and then those along `context`. So have
+those along `expert`, which is any divisor of data × context × tensor. The other ranks of a copy shard the same experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -38,7 +40,8 @@ def build_mesh(config: MeshConfig, device_type: str, *, timeout: float = 1800.0)
     config.check_ranks(ranks)
     sizes = {
         "replica": config.replicas,
-        "data": ranks // config.replicas // config.tensor,
+        "data": ranks // config.replicas // config.ranks_per_rollout,
+        "context": config.context,
         "tensor": config.tensor,
     }
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "data"}
@@ -55,11 +58,16 @@ class ShardMeshes:
     """The parts of a mesh, as models use them."""
 
     layers: DeviceMesh
-    """data, or replica × data: the ranks that share each layer's weights."""
+    """The ranks that share each layer's weights: those of data × context as one dimension, and the replicas as another
+    if there are any."""
     root: DeviceMesh
-    """All ranks: those of data × tensor as one dimension, and the replicas as another if there are any."""
+    """All ranks: those of data × context × tensor as one dimension, and the replicas as another if there are any."""
+    context: DeviceMesh | None
+    """The ranks that split tokens, and in attention heads; None for one."""
     tensor: DeviceMesh | None
-    """The ranks that compute the same rollouts; None for one."""
+    """The ranks that split each layer's weights; None for one."""
+    tokens: DeviceMesh | None
+    """The ranks that compute the same rollouts, those of context × tensor; None for one."""
     expert: DeviceMesh | None
     """The ranks that divide the experts of each layer; None for one."""
     experts: DeviceMesh | None
@@ -77,19 +85,32 @@ class ShardMeshes:
         def with_replicas(part: DeviceMesh) -> DeviceMesh:
             return DeviceMesh._concatenate([mesh["replica"], part]) if "replica" in names else part
 
-        layers = root = mesh
-        tensor = experts = None
-        shards = mesh["data"] if "replica" in names else mesh
-        if "tensor" in names:
-            tensor, shards = mesh["tensor"], mesh["data", "tensor"]._flatten("shard")
-            layers = mesh["replica", "data"] if "replica" in names else mesh["data"]
-            root = experts = with_replicas(shards)
+        context = mesh["context"] if "context" in names else None
+        tensor = mesh["tensor"] if "tensor" in names else None
+        shares = context is not None or tensor is not None
+        shards = layer_shards = _join(mesh, ("data", "context"), "layer_shard")
+        experts = None
+        if tensor is not None:
+            shards = _join(mesh, ("data", "context", "tensor"), "shard")
+            experts = with_replicas(shards)
         divided = None
         if expert > 1:
             parts = shards._unflatten(0, (shards.size() // expert, expert), ("expert_shard", "expert"))
             parts._flatten("divided")  # the norm is then one sum over both
-            divided, experts = parts["expert"], with_replicas(parts["expert_shard"])
-        return cls(layers, root, tensor, divided, experts, _group(layers, "rollouts"), _group(mesh, "ranks"))
+            divided = parts["expert"]
+            experts = with_replicas(parts["expert_shard"])
+        layers = with_replicas(layer_shards)
+        return cls(
+            layers=layers,
+            root=layers if tensor is None else with_replicas(shards),
+            context=context,
+            tensor=tensor,
+            tokens=_join(mesh, ("context", "tensor"), "tokens") if shares else None,
+            expert=divided,
+            experts=experts,
+            rollouts=_join(mesh, ("replica", "data"), "rollouts").get_group(),
+            everyone=_join(mesh, names, "ranks").get_group(),
+        )
 
     @property
     def device_type(self) -> str:
@@ -99,6 +120,11 @@ class ShardMeshes:
     @property
     def ranks_per_rollout(self) -> int:
         """The number of ranks that compute the same rollouts."""
+        return 1 if self.tokens is None else self.tokens.size()
+
+    @property
+    def tensor_size(self) -> int:
+        """The number of ranks that split each layer's weights."""
         return 1 if self.tensor is None else self.tensor.size()
 
     @property
@@ -113,7 +139,8 @@ class ShardMeshes:
 
     def groups(self) -> set[dist.ProcessGroup]:
         """Every process group that is used."""
-        meshes = [mesh for mesh in (self.layers, self.root, self.tensor, self.expert, self.experts) if mesh is not None]
+        some = (self.context, self.tensor, self.tokens, self.expert, self.experts)
+        meshes = [self.layers, self.root, *(mesh for mesh in some if mesh is not None)]
         return {self.rollouts, self.everyone, *(group for mesh in meshes for group in mesh.get_all_groups())}
 
 
@@ -121,6 +148,9 @@ def _ranks(group: dist.ProcessGroup) -> Ranks:
     return DistributedRanks(group) if dist.get_world_size(group) > 1 else SingleRank()
 
 
-def _group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
-    """Return the group of all ranks of a mesh."""
-    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten(name).get_group()
+def _join(mesh: DeviceMesh, parts: Collection[str], name: str) -> DeviceMesh:
+    """Return the dimensions of a mesh that are among these as one, with this name if they are several."""
+    if mesh.ndim == 1:
+        return mesh
+    found = tuple(part for part in mesh.mesh_dim_names or () if part in parts)
+    return mesh[found]._flatten(name) if len(found) > 1 else mesh[found[0]]

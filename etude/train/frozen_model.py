@@ -70,7 +70,7 @@ class FrozenModel(ScoringModel):
         self._pack = pack
         self._temperature = temperature
         self._compute_device = compute_device
-        self._shared_packs: SharedPacks | None = None if self._sharded is None else self._sharded.tensor
+        self._shared_packs: SharedPacks | None = None if self._sharded is None else self._sharded.split_tokens
 
     @property
     def vocab_size(self) -> int:

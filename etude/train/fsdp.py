@@ -34,11 +34,13 @@ from etude.models.published_names import expert_name
 from etude.models.routes import RouteShape
 from etude.models.transformers_backbone import decoder_layers
 from etude.train.config import TrainConfig
+from etude.train.context_parallel import refuse_undivided_heads
 from etude.train.device_mesh import ShardMeshes
 from etude.train.expert_parallel import choose_sharded_dimension, gather_experts, split_experts
 from etude.train.forward import ComputeFn, ForwardPass, ReferenceModel
 from etude.train.optim import PRECISIONS, ShardedOptimizer
-from etude.train.tensor_parallel import TensorParallel, split_layers, sum_whole_gradients, whole_tensor
+from etude.train.split_tokens import SplitTokens
+from etude.train.tensor_parallel import split_layers, sum_whole_gradients, whole_tensor
 
 
 class ShardedModel(nn.Module):
@@ -61,11 +63,12 @@ class ShardedModel(nn.Module):
         self.meshes = meshes
         self.compute_dtype = compute_dtype
         """The model over the same modules, the ranks that hold the shards, and the dtype of forward passes."""
-        self.tensor: TensorParallel | None = None
-        """The model as this rank computes it together with others that have the same rollouts."""
         if self.meshes.tensor is not None:
             split_layers(model, self.meshes.tensor)
-            self.tensor = TensorParallel(model, self.meshes.tensor)
+        if self.meshes.context is not None:
+            refuse_undivided_heads(model.module.config, self.meshes.context.size(), self.meshes.tensor_size)
+        self.split_tokens = None if self.meshes.tokens is None else SplitTokens(model, self.meshes)
+        """The model as this rank computes it together with others that have the same rollouts."""
         if self.meshes.expert is not None:
             split_experts(model, self.meshes.expert)
         self.ranks = self.meshes.rollout_ranks
@@ -150,7 +153,7 @@ class ShardedModel(nn.Module):
 
     def run_empty(self, reference: ReferenceModel | None = None) -> None:
         """Run one token of each rank through the model and its head, for the exchanges of ranks that have more."""
-        positions = torch.zeros(self.meshes.ranks_per_rollout, dtype=torch.int64, device=self.model.device)
+        positions = torch.zeros(self.meshes.tensor_size, dtype=torch.int64, device=self.model.device)
 
         def compute() -> dict[str, Tensor]:
             hidden = self.model.hidden(positions[:1], positions, _ZeroGradients())
@@ -192,7 +195,8 @@ class ShardedModel(nn.Module):
         if not weights:
             return
         gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
-        total = self.ranks.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        total = self.meshes.all_ranks.all_reduce(flat)  # those of one rollout have other tokens of it
         parts = torch.split(total, [weight.numel() for weight in weights])
         for weight, part in zip(weights, parts, strict=True):
             weight.grad = part.view_as(weight)
@@ -285,7 +289,7 @@ class FsdpBackend:
         self.dtype = PRECISIONS[config.precision]
         if config.compile is True:
             self.model.compile_layers()
-        self.forward = ForwardPass(self.model, pack, temperature, reference, sharded.tensor, sharded.run, routes)
+        self.forward = ForwardPass(self.model, pack, temperature, reference, sharded.split_tokens, sharded.run, routes)
         self.optimizer = ShardedOptimizer(
             dict(self.model.trained_weights()),
             config,
@@ -327,9 +331,9 @@ def _check_options(sharded: ShardedModel, config: TrainConfig, option: str) -> N
             f"layers that `{option}.compile` compiles. Set `{option}.activation_checkpointing=none`: compiled layers "
             f"keep fewer activations than others. Or set `full`."
         )
-    if config.compile is True and sharded.tensor is not None:
+    if config.compile is True and sharded.meshes.tensor is not None:
         raise ConfigError(
-            f"`{option}.compile` does not compile layers that `mesh.tensor={sharded.meshes.ranks_per_rollout}` splits: "
+            f"`{option}.compile` does not compile layers that `mesh.tensor={sharded.meshes.tensor_size}` splits: "
             f"torch cannot trace the backward pass of their exchanges for packs of any length. Set `mesh.tensor=1`, or "
             f"leave `{option}.compile` out."
         )

@@ -174,7 +174,7 @@ def _verify(sharded: ShardedModel) -> None:
     """Run a family whose layers are not written here once, as it will be run, and release what that made whole."""
 
     def verify() -> dict[str, Tensor]:
-        sharded.model.verify(sharded.meshes.ranks_per_rollout)
+        sharded.model.verify(sharded.meshes.tensor_size)
         return {}
 
     try:

@@ -3,20 +3,18 @@
     own tokens ──norm──► gathered ──q, k, v (own heads), attention, o──► summed, own tokens ──norm──► gathered ──►
                                           gate, up (own width), down──► summed, own tokens
 
-Between the products of a layer, each rank has an equal part of the pack's tokens. Embedding, final norm and head are
-not split: a rank embeds its own tokens, and judges its own rows of the gathered hidden states. Nothing is computed
-twice, so gradients of weights that every rank has whole are sums over ranks.
+Between the products of a layer, each rank has an equal part of the pack's tokens; see `split_tokens`. Nothing is
+computed twice, so gradients of the norms, which every rank has whole, are sums over ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,11 +23,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from etude.batch import Pack
 from etude.errors import ConfigError
-from etude.models import Model, PackedAttention
+from etude.models import Model
 from etude.models.experts import find_experts
-from etude.models.routes import Routes, use_routes
 from etude.models.transformers_backbone import decoder_layers
 from etude.train.ranks import DistributedRanks
 
@@ -46,56 +42,6 @@ SPLIT = (
 NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 """Norms over the width of one head. Not every family has them."""
-
-
-class TensorParallel:
-    """One rank of those that compute the same packs. All of them are given the same packs in the same order."""
-
-    def __init__(self, model: Model, mesh: DeviceMesh) -> None:
-        """mesh: the `tensor` dimension."""
-        self._model = model
-        self._mesh = mesh
-        self._rank = mesh.get_local_rank()
-        self._count = mesh.size()
-
-    def hidden(self, pack: Pack, routes: Routes | None = None) -> Tensor:
-        """[P, H]: compute the final hidden states of the whole pack, on every rank; differentiable.
-
-        routes: those of the pack's tokens. The routers of each rank choose for its own tokens.
-        """
-        padded = _padded(pack, self._count)
-        own = padded.ids[self.own_rows(len(padded.ids))]
-        own_routes = None if routes is None else self._own_routes(routes, len(padded.ids))
-        with use_routes(own_routes):  # the layers gather tokens themselves
-            part = self._model.hidden(own, padded.positions, PackedAttention(padded))
-        if routes is not None and own_routes is not None and routes.records:
-            routes.record_all(self._gathered(own_routes.recorded(), Replicate())[: len(pack.ids)])
-        # each rank does something else with the hidden states: their gradients are added up
-        return self._gathered(part, Partial())[: len(pack.ids)]
-
-    def _own_routes(self, routes: Routes, padded: int) -> Routes:
-        """Return the routes of this rank's tokens of a pack with so many tokens, where padding has none."""
-        if routes.given is None:
-            return Routes(routes.shape, records=routes.records)
-        unused = routes.shape.blank(padded - len(routes.given), routes.given.device)
-        given = torch.cat([routes.given, unused])[self.own_rows(padded)]
-        return Routes(routes.shape, given, records=routes.records)
-
-    def own_rows(self, rows: int) -> slice:
-        """Return which of so many rows this rank judges; the last ranks may have fewer, or none."""
-        share = -(-rows // self._count)
-        return slice(min(self._rank * share, rows), min((self._rank + 1) * share, rows))
-
-    def gather_rows(self, values: Tensor, rows: int) -> Tensor:
-        """[own rows, …] of each rank → [rows, …], the same on all of them, which then do the same with it."""
-        missing = -(-rows // self._count) - len(values)
-        values = torch.cat([values, values.new_zeros((missing, *values.shape[1:]))])
-        return self._gathered(values, Replicate())[:rows]
-
-    def _gathered(self, part: Tensor, gradient: Partial | Replicate) -> Tensor:
-        """[n, …] of each rank → [ranks · n, …]. gradient: how the ranks' gradients of the result belong together."""
-        sharded = DTensor.from_local(part, self._mesh, [Shard(0)], run_check=False)
-        return sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
 
 
 def split_layers(model: Model, mesh: DeviceMesh) -> None:
@@ -199,18 +145,3 @@ def _odd_weight(layer: nn.Module, head_dim: int) -> str:
         if tuple(shape) != (head_dim,):
             return f"has a `{name}` over {shape[0]} numbers instead of the {head_dim} of one head"
     return ""
-
-
-def _padded(pack: Pack, multiple: int) -> Pack:
-    """Return the pack with a last root segment of unused tokens, which makes the parts of all ranks equal."""
-    short = -len(pack.ids) % multiple
-    if not short:
-        return pack
-    unused = torch.arange(short, device=pack.positions.device)
-    return replace(
-        pack,
-        ids=torch.cat([pack.ids, torch.zeros_like(unused).to(pack.ids)]),
-        positions=torch.cat([pack.positions, unused.to(pack.positions)]),
-        offsets=torch.cat([pack.offsets, pack.offsets[-1:] + short]),
-        parent=torch.cat([pack.parent, torch.full_like(pack.parent[:1], -1)]),
-    )

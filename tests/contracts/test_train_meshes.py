@@ -43,6 +43,8 @@ MESHES = {
     "tensor 4": (TENSOR, partial(model, kv_heads=4, tied=False)),
     "replica 2 x data 2": (REPLICAS, model),
     "replica 2 x tensor 2": (REPLICAS_AND_TENSOR, partial(model, tied=False)),
+    "context 4": (MeshConfig(context=4), partial(model, tied=False)),
+    "context 2 x tensor 2": (MeshConfig(context=2, tensor=2), model),
 }
 """The meshes of four ranks, each with a model. Its head may be tied to the embedding."""
 SIX = {"num_experts": 6, "num_local_experts": 6}
@@ -64,6 +66,18 @@ MIXTURES: dict[str, tuple[MeshConfig, str, dict[str, Any]]] = {
         "gpt_oss",
         {"activation_checkpointing": "selective"},
     ),
+    "data 2 x context 2, expert 2": (
+        MeshConfig(context=2, expert=2),
+        "qwen3_moe",
+        {"activation_checkpointing": "full"},
+    ),
+    "replica 2 x context 2": (MeshConfig(replicas=2, context=2), "gpt_oss", {}),
+    "context 2 x tensor 2, expert 4": (MeshConfig(context=2, tensor=2, expert=4), "qwen3_moe", {}),
+    "context 4, latent attention": (
+        MeshConfig(context=4),
+        "deepseek_v3",
+        {"sizes": {"first_k_dense_replace": 2}},
+    ),
 }
 """The meshes of mixtures of experts, each with a family and options."""
 LEARNERS: dict[str, tuple[MeshConfig, dict[str, Any]]] = {
@@ -72,6 +86,14 @@ LEARNERS: dict[str, tuple[MeshConfig, dict[str, Any]]] = {
         {"policy": partial(model, family="qwen2", kv_heads=4), "activation_checkpointing": "full"},
     ),
     "offloaded activations": (BOTH, {"offload_activations": True, "max_tokens_per_micro_batch": 40}),
+    "windows and capped scores, activations made twice": (
+        MeshConfig(context=2),
+        {
+            "policy": partial(model, family="gemma2", sliding_window=5),
+            "activation_checkpointing": "full",
+            "max_tokens_per_micro_batch": 40,
+        },
+    ),
     "whole distributions": (BOTH, {"algorithm": WHOLE, "max_tokens_per_micro_batch": 40}),
 }
 
@@ -87,7 +109,7 @@ def on_mesh(four: ProcessCrew) -> Callable[[MeshConfig], Engine]:
     """Return a function that starts the engine of a mesh on the four ranks."""
 
     def engine(mesh: MeshConfig) -> Engine:
-        four._repeats = mesh.tensor
+        four._repeats = mesh.ranks_per_rollout
         return Engine(four, "fsdp", mesh)
 
     return engine
@@ -138,7 +160,7 @@ def test_any_mesh_resumes_divided_experts(
     on_mesh: Callable[[MeshConfig], Engine], mesh: MeshConfig, tmp_path: Path
 ) -> None:
     policy = partial(family_policy, name="qwen3_moe")
-    many = on_mesh(MeshConfig(expert=2)).start(policy=policy)
+    many = on_mesh(MeshConfig(context=2, expert=2)).start(policy=policy)
     run_steps(many, 1)
     many.call(RankPolicy.save, CheckpointManager(tmp_path), 1)
     saved = many.call(RankPolicy.weights)[0]
@@ -234,15 +256,20 @@ def test_any_mesh_resumes_a_checkpoint(on_mesh: Callable[[MeshConfig], Engine], 
         assert max(float((weights[name] - weight).abs().max()) for name, weight in expected.items()) <= 1e-12
 
 
-@pytest.mark.parametrize(("mesh", "layers"), [(MeshConfig(), 4), (BOTH, 2), (BOTH, 4), (REPLICAS, 2)])
+@pytest.mark.parametrize(
+    ("mesh", "layers"), [(MeshConfig(), 4), (BOTH, 2), (BOTH, 4), (MeshConfig(context=2), 4), (REPLICAS, 2)]
+)
 def test_collective_calls_depend_only_on_layers_and_micro_batches(
     on_mesh: Callable[[MeshConfig], Engine], mesh: MeshConfig, layers: int
 ) -> None:
-    """Tensor-parallel ranks also gather and reduce tokens four times per layer, and replicas sum each gradient."""
+    """Tensor-parallel ranks also gather and reduce tokens four times per layer, and replicas sum each gradient. Ranks
+    that split the heads exchange them twice per layer and pass."""
     expected = expected_calls(layers, micro_batches=2)
     if mesh.tensor > 1:
         expected |= {"tensor_gathers": 2 * (4 * layers + 2), "tensor_reduces": 2 * (4 * layers + 1)}
         expected |= {"small_gathers": 7, "sums": 3}
+    if mesh.context > 1:
+        expected |= {"tensor_gathers": 2 * 2, "tensor_reduces": 2, "exchanges": 2 * 4 * layers}
     if mesh.replicas > 1:
         expected["sums"] += expected["reduces"]
     crew = on_mesh(mesh).start(policy=partial(model, layers=layers), max_tokens_per_micro_batch=120)
@@ -250,9 +277,12 @@ def test_collective_calls_depend_only_on_layers_and_micro_batches(
         assert counts == expected, counts
 
 
-def test_half_precision_is_the_same_on_every_rank(on_mesh: Callable[[MeshConfig], Engine]) -> None:
-    engine = on_mesh(BOTH)
-    one, many = engine.start_one("bf16"), engine.start("bf16")
+@pytest.mark.parametrize("mesh", [BOTH, MeshConfig(context=2)])
+def test_half_precision_is_the_same_on_every_rank(on_mesh: Callable[[MeshConfig], Engine], mesh: MeshConfig) -> None:
+    """Also where weights that stay in float32, the sinks, belong to heads of several ranks."""
+    engine = on_mesh(mesh)
+    policy = model if mesh == BOTH else partial(family_policy, name="gpt_oss")
+    one, many = engine.start_one("bf16", policy=policy), engine.start("bf16", policy=policy)
     expected, metrics = run_steps(one, 1, updates=1), run_steps(many, 1, updates=1)
     assert weight_difference(one, many) <= 0.03  # an update moves a weight by up to 1e-2 in either direction
     assert metrics[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-2)

@@ -26,9 +26,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def splittable(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The world with a model whose heads two ranks can split."""
+    """The world with a model whose heads four ranks can split."""
     directory = tmp_path_factory.mktemp("splittable")
-    make_model(directory / "model", kv_heads=2)
+    make_model(directory / "model", heads=4, kv_heads=2)
     shutil.copy(world / "tasks.jsonl", directory)
     return directory
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -55,8 +56,8 @@ COLLECTIVES = {
     "c10d::allreduce_": "sums",
     "c10d::alltoall_base_": "exchanges",
 }
-"""The names of collective calls in a profile: of weights and gradients, of tokens along `tensor`, the others, and of
-tokens along `expert`."""
+"""The names of collective calls in a profile: of weights and gradients, of tokens along `context` and `tensor`, the
+others, and of tokens and heads along `context` and `expert`."""
 
 
 class RankPolicy:
@@ -362,6 +363,8 @@ def unfused_model(precision: str, policy: Callable[[str], Model] = model) -> Mod
     for part in module.modules():
         if isinstance(part, Qwen2RMSNorm | Qwen3RMSNorm):
             part.forward = MethodType(_norm, part)
+        if isinstance(part, Gemma2RMSNorm):
+            part.forward = MethodType(_norm_of_gemma, part)
     return Model(module, fused=False)
 
 
@@ -376,6 +379,10 @@ def _norm(self: Any, hidden: Tensor) -> Tensor:
     if hidden.dtype in (torch.bfloat16, torch.float16):
         return cast(Tensor, Qwen3RMSNorm.forward(self, hidden))
     return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def _norm_of_gemma(self: Any, hidden: Tensor) -> Tensor:
+    return (1 + self.weight) * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
 @dataclass

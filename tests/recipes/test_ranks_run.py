@@ -137,9 +137,11 @@ def test_a_run_that_divides_experts_resumes_with_one_rank(world: Path, tmp_path:
 
 @pytest.mark.smoke
 def test_a_killed_run_of_split_layers_resumes_with_other_ranks(splittable: Path, tmp_path: Path) -> None:
-    """It trains to its end what one rank trains, on other ranks and on one."""
+    """It trains to its end what one rank trains: on ranks that split layers and tokens, on ranks that split only
+    tokens, and on one."""
     run, alone = tmp_path / "run", train(splittable, tmp_path / "alone", steps=4)
-    words = ["train", *options(splittable, directory=run, ranks=4, steps=3, checkpoint__every=1, mesh__tensor=2)]
+    mesh = {"mesh__context": 2, "mesh__tensor": 2}
+    words = ["train", *options(splittable, directory=run, ranks=4, steps=3, checkpoint__every=1, **mesh)]
     words.append("checkpoint.async_save=true")
     process = subprocess.Popen([sys.executable, "-c", CODE, *words])
     until = time.monotonic() + 120
@@ -150,8 +152,8 @@ def test_a_killed_run_of_split_layers_resumes_with_other_ranks(splittable: Path,
     process.kill()
     process.wait()
     assert len(ranks) == 4 and all(gone(pid) for pid in ranks)
-    assert main(["train", "--resume", str(run), "ranks=2", "steps=3"]) == 0
-    assert main(["train", "--resume", str(run), "ranks=1", "mesh.tensor=1", "steps=4"]) == 0
+    assert main(["train", "--resume", str(run), "ranks=2", "mesh.tensor=1", "steps=3"]) == 0
+    assert main(["train", "--resume", str(run), "ranks=1", "mesh.context=1", "steps=4"]) == 0
     steps = step_metrics(run)
     assert [step["step"] for step in steps] == [1, 2, 3, 4] and not children()
     for step, expected in zip(steps, step_metrics(alone), strict=True):

@@ -41,5 +41,7 @@ def test_adapters_are_refused() -> None:
 
 def test_ranks_that_do_not_fill_whole_meshes_are_refused() -> None:
     MeshConfig(replicas=2, tensor=2).check_ranks(8)
-    with pytest.raises(ConfigError, match=r"`mesh.replicas=2` times `mesh.tensor=2` are 4, .* Set `ranks=4`"):
+    with pytest.raises(
+        ConfigError, match=r"`ranks=6` is no multiple of 4, which is `mesh.replicas=2` × `mesh.tensor=2`. Set `ranks=4`"
+    ):
         MeshConfig(replicas=2, tensor=2).check_ranks(6)

@@ -129,7 +129,7 @@ PATTERNS = {
     "strategy": "`train.engine`: fsdp is FSDP2, by default for several ranks",
     "reshard after forward": "`train.engine=fsdp`, which decides it",
     "parallel tensor": "mesh.tensor",
-    "parallel context": "`mesh.tensor`, which splits sequences too",
+    "parallel context": "mesh.context",
     "parallel pipeline": "`mesh.tensor` and `mesh.replicas`: the ranks shard the weights",
     "parallel expert": "mesh.expert",
     "parallel data": "`mesh.replicas`: copies of the shards",

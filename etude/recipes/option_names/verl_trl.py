@@ -86,7 +86,7 @@ VERL: Mapping[str, str] = {
     "reward_model.overlong_buffer.len": "`overlong.max_length=8192 overlong.buffer=4096`",
     "reward.num_workers": "judging.workers",
     "actor_rollout_ref.actor.strategy": "`train.engine`: fsdp is FSDP2, by default for several ranks",
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "`mesh.tensor`, which splits sequences too",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "mesh.context",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "mesh.tensor",
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": "`mesh.replicas`: copies of the shards",
     "trainer.n_gpus_per_node": "`ranks`: training processes, one for each GPU",

@@ -138,8 +138,8 @@ def _describe_engine(engine: str, mesh: MeshConfig, ranks: int) -> str:
     """Return the train engine that was chosen, and the ranks of its mesh."""
     if engine == "local":
         return "train engine: local"
-    data = ranks // (mesh.replicas * mesh.tensor)
-    sizes = {"replicas": mesh.replicas, "data": data, "tensor": mesh.tensor}
+    data = ranks // (mesh.replicas * mesh.ranks_per_rollout)
+    sizes = {"replicas": mesh.replicas, "data": data, "context": mesh.context, "tensor": mesh.tensor}
     shape = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
     experts = "" if mesh.expert == 1 else f", experts divided by {mesh.expert}"
     return f"train engine: fsdp ({shape}{experts})"

@@ -24,6 +24,7 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Completion, SamplingParams
 from etude.rollout.router import Router
+from etude.train.context_parallel import refuse_undivided_heads
 from etude.train.expert_parallel import refuse_undivided, refuse_without_experts
 from etude.train.tensor_parallel import refuse_unsplittable
 
@@ -33,9 +34,10 @@ R = TypeVar("R", bound=Recipe)
 def start_ranks(rank: Callable[[R], object], run: R, logs: Path) -> MultiRankCrew[Any]:
     """Start the ranks of a run, and wait until each has built its worker.
 
-    Layers that the mesh cannot split and experts that it cannot divide are refused before: the model's config tells.
+    Layers and heads that the mesh cannot split, and experts that it cannot divide, are refused before: the model's
+    config tells.
     """
-    if run.mesh.tensor * run.mesh.expert > 1 and run.model.path is not None:
+    if run.mesh.ranks_per_rollout * run.mesh.expert > 1 and run.model.path is not None:
         model = create_on_meta(run.model.path, dtype=torch.float32, head=run.head)
         model = adapt(model, run.lora, seed=run.seed) if run.lora.is_enabled else model
         if run.mesh.expert > 1:
@@ -43,6 +45,8 @@ def start_ranks(rank: Callable[[R], object], run: R, logs: Path) -> MultiRankCre
             refuse_undivided(model, run.mesh.expert)
         if run.mesh.tensor > 1:
             refuse_unsplittable(model, run.mesh.tensor)
+        if run.mesh.context > 1:
+            refuse_undivided_heads(model.module.config, run.mesh.context, run.mesh.tensor)
     return crew_of(run.cluster)(
         rank,
         run,
@@ -53,7 +57,7 @@ def start_ranks(rank: Callable[[R], object], run: R, logs: Path) -> MultiRankCre
         threads=run.rank_threads(),
         device="cuda" if run.compute_device().type == "cuda" else "cpu",
         level=run.observe.level,
-        repeats=run.mesh.tensor,
+        repeats=run.mesh.ranks_per_rollout,
     )
 
 

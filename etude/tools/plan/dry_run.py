@@ -290,7 +290,8 @@ def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
     """Return one rank's share of an update batch with rows of maximum length, at most a few micro-batches."""
     prompt, answer = row
     budget = run.train.max_tokens_per_micro_batch
-    rollouts = -(-run.collect.tasks * run.collect.group_size * run.mesh.tensor // (run.mini_batches * run.ranks))
+    together = run.mesh.ranks_per_rollout
+    rollouts = -(-run.collect.tasks * run.collect.group_size * together // (run.mini_batches * run.ranks))
     size = min(run.collect.group_size, rollouts)
     max_groups = MICRO_BATCHES * max(1, budget // (prompt + size * answer))
     if run.loss.split_unit == "rollout":

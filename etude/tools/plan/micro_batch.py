@@ -56,6 +56,6 @@ def advise_micro_batch(
 def _update_batch(run: Recipe, row: tuple[int, int]) -> Batch:
     """Return the update batch of the dry run."""
     if isinstance(run, SupervisedRun):
-        return worst_case_examples(run, sum(row), -(-run.batch_size * run.mesh.tensor // run.ranks))
+        return worst_case_examples(run, sum(row), -(-run.batch_size * run.mesh.ranks_per_rollout // run.ranks))
     assert isinstance(run, Run), "every recipe is one or the other"
     return worst_case_batch(run, row)

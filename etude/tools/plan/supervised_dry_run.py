@@ -38,7 +38,7 @@ class SupervisedDryRun(DryRun[SupervisedRun]):
             with tracker.labeled_as("optimizer"):
                 worker = build_supervised_worker(run, self.held, frozen)
             self.prepare_update(worker)
-            batch = worst_case_examples(run, max_tokens, -(-run.batch_size * run.mesh.tensor // run.ranks))
+            batch = worst_case_examples(run, max_tokens, -(-run.batch_size * run.mesh.ranks_per_rollout // run.ranks))
             if frozen is not None:
                 with self.phase("annotating", model):
                     batch = worker.annotate(batch)

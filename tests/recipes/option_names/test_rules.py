@@ -44,7 +44,7 @@ ANSWERED = {
     "rollout_num_gpus_per_engine": "`rollout=vllm rollout.devices=[2,3]`",
     "orchestrator.max_off_policy_steps": "max_staleness",
     "orchestrator.eval.interval": "evaluate.every",
-    "trainer.model.cp": "`mesh.tensor`, which splits sequences too",
+    "trainer.model.cp": "mesh.context",
     "trainer.optim.max_norm": "train.max_grad_norm",
     "inference.parallel.tp": "`rollout=vllm rollout.tensor_parallel=2`",
     "grpo.num_prompts_per_step": "collect.tasks",

@@ -158,8 +158,9 @@ def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
         idle_crew = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
         return [idle_crew] if run.crew != CrewConfig() and run.in_process else []
     warnings = _check_cores(run.ranks, run.rank_threads()) if run.cluster == "local" else []
-    if groups < run.ranks // run.mesh.tensor:
-        trained_by = "one rank trains" if run.mesh.tensor == 1 else f"{run.mesh.tensor} ranks train together"
+    together = run.mesh.ranks_per_rollout
+    if groups < run.ranks // together:
+        trained_by = "one rank trains" if together == 1 else f"{together} ranks train together"
         warnings.append(
             f"A step has {groups} groups, each of which {trained_by} on, and there are {run.ranks} ranks: some will "
             f"be idle. Lower `ranks`, or raise `{option}`."
