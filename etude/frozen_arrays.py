@@ -25,6 +25,10 @@ def read_only_array(values: ArrayLike, dtype: type[np.generic], name: str, dimen
     if array.ndim != dimensions:
         wanted = {1: "one-dimensional", 2: "two-dimensional"}[dimensions]
         raise ValueError(f"{name} must be {wanted}; an array of shape {array.shape} was given.")
+    if array.dtype == dtype:  # nothing to lose, and the checks take longer than the copy
+        cast = array.copy()
+        cast.setflags(write=False)
+        return cast
     if array.size and not np.can_cast(array.dtype, dtype, casting="same_kind"):
         raise ValueError(
             f"{name} must be {np.dtype(dtype).name}; {array.dtype.name} cannot be cast to it without loss."

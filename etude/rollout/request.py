@@ -236,10 +236,13 @@ def check_request(
         )
     if len(prompt) == 0:
         raise DataError("The prompt is empty. A model continues at least one token.")
-    for source, tokens in (("The prompt", prompt.tolist()), ("logit_bias", list(sampling.logit_bias))):
-        unknown = [token for token in tokens if not 0 <= token < vocab_size]
-        if unknown:
-            raise DataError(f"{source} has the token id {unknown[0]}; the model knows 0 to {vocab_size - 1}.")
+    unknown = {
+        "The prompt": prompt[(prompt < 0) | (prompt >= vocab_size)].tolist(),
+        "logit_bias": [token for token in sampling.logit_bias if not 0 <= token < vocab_size],
+    }
+    for source, tokens in unknown.items():
+        if tokens:
+            raise DataError(f"{source} has the token id {tokens[0]}; the model knows 0 to {vocab_size - 1}.")
     if len(prompt) >= context_length:
         raise DataError(
             f"The prompt has {len(prompt)} tokens, and the model's context is {context_length}: nothing could follow "

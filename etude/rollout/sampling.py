@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -157,16 +157,12 @@ class SampledTokens:
     alternatives: dict[int, Likeliest]
     """For the rows that ask for them: the tokens that were likeliest to be drawn, and their log-probs."""
 
-    def token(self, row: int) -> DrawnToken:
-        """Return all that is known of one row's token."""
-        return DrawnToken(
-            self.ids[row],
-            self.logp[row],
-            self.raw_logp[row],
-            self.top.get(row),
-            self.support.get(row),
-            self.alternatives.get(row),
-        )
+    def tokens(self) -> Iterator[DrawnToken]:
+        """Yield all that is known of each row's token."""
+        for row, (token, logp, raw_logp) in enumerate(zip(self.ids, self.logp, self.raw_logp, strict=True)):
+            yield DrawnToken(
+                token, logp, raw_logp, self.top.get(row), self.support.get(row), self.alternatives.get(row)
+            )
 
 
 def sample_tokens(

@@ -43,6 +43,10 @@ class StateWork:
     """The node that ends there."""
 
 
+NO_STATES = StateWork(NO_SLOT)
+"""The states of a model without recurrent layers."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledWork:
     """The tokens `start` to `stop` of a request's context, for one step; none if another work computes the same."""
@@ -52,7 +56,7 @@ class ScheduledWork:
     stop: int
     duplicate_of: ScheduledWork | None = None
     """The work of a request with the same context in this step, whose last hidden state serves both."""
-    states: StateWork = StateWork(NO_SLOT)
+    states: StateWork = NO_STATES
 
     @property
     def samples_token(self) -> bool:
@@ -294,16 +298,19 @@ class Scheduler:
 
     def _register_filled(self, request: Request, stop: int) -> StateWork:
         """Register the blocks that the first `stop` tokens of a context fill. Return its states."""
-        size, states = self.blocks.size, StateWork(request.state_slot)
+        size = self.blocks.size
+        states = StateWork(request.state_slot) if self._has_states else NO_STATES
+        filled = stop // size
+        if filled <= request.registered_blocks or request.version != self.version:
+            return states
         border = request.prompt_length // self._unit * self._unit
-        if request.version == self.version:
-            for block in range(request.registered_blocks, stop // size):
-                tokens = request.tokens[block * size : (block + 1) * size]
-                request.node = self.blocks.register(request.blocks[block], request.node, tokens)
-                if (block + 1) * size == border and self._has_states:
-                    kept = self.blocks.states.reserve(request.node)
-                    states = StateWork(request.state_slot, kept, border, request.node)
-            request.registered_blocks = max(request.registered_blocks, stop // size)
+        for block in range(request.registered_blocks, filled):
+            tokens = request.tokens[block * size : (block + 1) * size]
+            request.node = self.blocks.register(request.blocks[block], request.node, tokens)
+            if (block + 1) * size == border and self._has_states:
+                kept = self.blocks.states.reserve(request.node)
+                states = StateWork(request.state_slot, kept, border, request.node)
+        request.registered_blocks = filled
         return states
 
     def _end(self, request: Request, start: int, budget: int) -> int:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -323,21 +323,19 @@ class TorchEngine:
         if math.isnan(sum(sampled.raw_logp)):
             raise EngineError("The model's logits are not numbers. Its weights have diverged, or do not fit its dtype.")
         scheduler.stats.new_tokens += len(requests)
-        for row, request in enumerate(requests):
-            with self._isolate_errors(request):
-                finish_reason = request.append_token(sampled.token(row), scheduler.version)
+        for request, drawn in zip(requests, sampled.tokens(), strict=True):
+            try:
+                finish_reason = request.append_token(drawn, scheduler.version)
                 if finish_reason is not None:
                     scheduler.finish(request)
                     request.finish(finish_reason)
+            except BaseException as error:
+                self._remove_failed(request, error)
 
-    @contextmanager
-    def _isolate_errors(self, request: Request) -> Iterator[None]:
-        """Let an error in this context, such as a listener's or a tokenizer's, end this request and no other."""
-        try:
-            yield
-        except BaseException as error:
-            request.fail(error)
-            self._scheduler.remove(request)
+    def _remove_failed(self, request: Request, error: BaseException) -> None:
+        """End one request and no other by an error, such as a listener's or a tokenizer's."""
+        request.fail(error)
+        self._scheduler.remove(request)
 
     def _enqueue(self, *requests: Request) -> None:
         for request in requests:
@@ -358,9 +356,11 @@ class TorchEngine:
 
     def _abort(self) -> None:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
-            with self._isolate_errors(request):
-                self._scheduler.remove(request)
+            self._scheduler.remove(request)
+            try:
                 request.finish("abort")
+            except BaseException as error:
+                self._remove_failed(request, error)
 
     def _fail_all(self, error: EngineError) -> None:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:

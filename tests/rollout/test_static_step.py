@@ -73,8 +73,8 @@ class Stepper:
         states = [request.sampling_state for request in self.requests]
         generated = [request.generated for request in self.requests]
         self.drawn = sample_tokens(logits, states, generated, [request.length for request in self.requests])
-        for row, request in enumerate(self.requests):
-            request.append_token(self.drawn.token(row), 0)
+        for request, drawn in zip(self.requests, self.drawn.tokens(), strict=True):
+            request.append_token(drawn, 0)
         return logits
 
     def key(self, *, filtered: bool = True) -> StepKey:
