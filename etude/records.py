@@ -272,6 +272,9 @@ class Turn(FrozenRecord):
     opened: int = 0
     """The number of tokens at the end of the prompt that begin the answer (a prefill): a forced tool call, the agent's
     own words, or an answer that continues. They are context, and never observed."""
+    grammar: str | None = None
+    """The grammar that the answer after the `opened` tokens was held to, for people who look. The sets of tokens that
+    it left are in the completion."""
 
     @property
     def oldest(self) -> int | None:

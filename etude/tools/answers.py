@@ -140,6 +140,7 @@ def _answer_records(
             "prompt": read_first_prompt(prompts, turns, task.fields.get("prompt")),
             "ground_truth": task.fields.get("ground_truth"),
             "answer": turns[-1].completion.text if turns else "",
+            "grammar": turns[-1].grammar if turns else None,
             "reward": reward,
             "parts": dict(attempt.parts)
             if attempt is not None and reward is not None and reward == attempt.total
@@ -179,10 +180,12 @@ def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
     table.add_column("answer")
     same: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for answer in group:
-        same[answer_text(answer), answer["reward"], answer["finish"], answer["outcome"], answer["error"]].append(answer)
+        key = (answer_text(answer), answer["reward"], answer["finish"], answer["outcome"], answer["error"])
+        same[*key, answer["grammar"]].append(answer)
     for (full, *_), (answer, *others) in same.items():
         text = full if whole or len(full) <= LONGEST else full[: LONGEST - 1] + "…"
         ending = "" if answer["finish"] == "stop" else f"  [{answer['finish']}]"
+        ending += _grammar_text(answer["grammar"], whole)
         numbers = [answer["reward"], *(answer["parts"].get(name, float("nan")) for name in parts)]
         formatted = ["–" if number is None else format_number(number) for number in numbers]
         cells = [str(1 + len(others)), *formatted, str(answer["tokens"])]
@@ -190,6 +193,13 @@ def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
             *map(Text, cells), Text.assemble(text, (ending, "dim"), (_failure_text(answer, whole, bool(text)), "red"))
         )
     return table
+
+
+def _grammar_text(grammar: str | None, whole: bool) -> str:
+    """Return the grammar of an answer, or that it has one."""
+    if grammar is None:
+        return ""
+    return f"\n[held to the grammar\n{grammar.strip()}]" if whole else "  [held to a grammar]"
 
 
 def _failure_text(answer: Mapping[str, Any], whole: bool, after_answer: bool) -> str:

@@ -246,7 +246,7 @@ def test_tokens_come_as_bytes_of_named_columns(tmp_path: Path) -> None:
     reply = Viewer(tmp_path).ask("api/tokens?run=run&rollout=1&turn=0").content
     (size,) = struct.unpack_from("<I", reply)
     head, body = json.loads(reply[4 : 4 + size]), reply[4 + size :]
-    assert (4 + size) % 8 == 0 and (head["rollout"], head["opened"]) == (1, 0)
+    assert (4 + size) % 8 == 0 and (head["rollout"], head["opened"], head["grammar"]) == (1, 0, None)
     columns = {
         name: np.frombuffer(body, part["type"], part["count"], part["offset"]) for name, part in head["columns"].items()
     }

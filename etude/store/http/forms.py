@@ -171,6 +171,7 @@ class TurnFields:
     observed: Id | None = None
     opened: Id = 0
     text: str = ""
+    grammar: str | None = None
 
 
 def encode_turn(turn: Turn) -> dict[str, Any]:
@@ -178,7 +179,8 @@ def encode_turn(turn: Turn) -> dict[str, Any]:
     fields = {name: getattr(turn, name) for name in TURN_FIELDS}
     arrays = base64.b64encode(pack_turn(turn)).decode()
     completion = {"finish_reason": turn.completion.finish_reason, "text": turn.completion.text}
-    return fields | completion | {"tags": list(turn.tags), "arrays": arrays}
+    grammar = {} if turn.grammar is None else {"grammar": turn.grammar}
+    return fields | completion | grammar | {"tags": list(turn.tags), "arrays": arrays}
 
 
 def decode_turn(document: Mapping[str, Any]) -> Turn:
@@ -188,7 +190,7 @@ def decode_turn(document: Mapping[str, Any]) -> Turn:
         prompt, columns = unpack_turn(payload)
         text = document.get("text", "")
         completion = Completion(finish_reason=document["finish_reason"], text=text, **columns)
-        known = {"index": 0} | {name: document[name] for name in TURN_FIELDS if name in document}
+        known = {"index": 0} | {name: document[name] for name in (*TURN_FIELDS, "grammar") if name in document}
         turn = Turn(prompt, completion, **known | {"tags": tuple(document.get("tags", ()))})
         if len(pack_turn(turn)) != len(payload):
             raise ValueError(f"its arrays end before their {len(payload)} bytes do")

@@ -1,5 +1,6 @@
 """The stored form of events: the kind, the fields as JSON, and the payload as bytes. The payload holds large data: the
-token arrays of a turn, the samples of an evaluation. Large sets of tokens are stored apart from it (`large_sets`).
+token arrays of a turn, the samples of an evaluation. Large sets of tokens are stored apart from it (`large_sets`), as
+are the texts of grammars (`grammar_texts`).
 
 Each event has two checksums. Its *digest* covers everything written of it, its position included, so that a damaged or
 moved event is refused. Its *chain* covers its digest and the chain of the event before. A missing or replaced event
@@ -15,8 +16,9 @@ from typing import NamedTuple
 
 from etude.errors import StoreError
 from etude.store.journal.events import EVENTS, Event, RolloutEvent, TurnRecorded
+from etude.store.journal.grammar_texts import grammar_name, move_grammar_out, put_grammar_back
 from etude.store.journal.json_values import to_json
-from etude.store.journal.large_sets import NamedSet, move_sets_out, put_sets_back
+from etude.store.journal.large_sets import NamedSet, move_sets_out, names_in, put_sets_back
 
 
 class EventRecord(NamedTuple):
@@ -29,7 +31,7 @@ class EventRecord(NamedTuple):
     """JSON."""
     payload: bytes
     sets: tuple[NamedSet, ...] = ()
-    """The large sets that the payload only names."""
+    """The large sets and the grammar that the payload and the body only name."""
 
 
 class JournalMark(NamedTuple):
@@ -78,12 +80,13 @@ def chain_records(mark: JournalMark, records: Sequence[EventRecord]) -> Iterator
 
 
 def encode(event: Event) -> EventRecord:
-    """Return the form of an event in which a journal stores it: large sets are apart from the payload."""
-    record = encode_whole(event)
-    if record.kind != TurnRecorded.kind:
-        return record
-    payload, sets = move_sets_out(record.payload)
-    return record._replace(payload=payload, sets=sets) if sets else record
+    """Return the form of an event in which a journal stores it: large sets and its grammar are apart."""
+    if not isinstance(event, TurnRecorded):
+        return encode_whole(event)
+    payload, sets = move_sets_out(event.payload())
+    fields = event.to_dict()
+    grammar = move_grammar_out(fields)
+    return EventRecord(event.kind, event.rollout, to_json(fields), payload, (*sets, *grammar))
 
 
 def encode_whole(event: Event) -> EventRecord:
@@ -93,10 +96,22 @@ def encode_whole(event: Event) -> EventRecord:
 
 
 def decode(row: EventRecord) -> Event:
-    """Return the event of a stored form. It must have the sets that its payload names."""
+    """Return the event of a stored form. It must have the sets and the grammar that it names."""
     if row.kind not in EVENTS:
         raise StoreError(
             f"This version of Etude does not know the event kind '{row.kind}'; a newer version wrote it. Read the "
             "journal with that version."
         )
-    return EVENTS[row.kind].from_dict(json.loads(row.body), put_sets_back(row.payload, dict(row.sets)))
+    fields = json.loads(row.body)
+    named = dict(row.sets)
+    if row.kind == TurnRecorded.kind:
+        put_grammar_back(fields, named)
+    return EVENTS[row.kind].from_dict(fields, put_sets_back(row.payload, named))
+
+
+def stored_names(record: EventRecord) -> list[bytes]:
+    """Return the names of what a stored event does not hold: large sets, and a grammar."""
+    if record.kind != TurnRecorded.kind:
+        return []
+    grammar = grammar_name(record.body)
+    return names_in(record.payload) + ([] if grammar is None else [grammar])

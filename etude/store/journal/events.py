@@ -206,6 +206,7 @@ class TurnRecorded(RolloutEvent):
     def to_dict(self) -> dict[str, Any]:
         """The fields, without the arrays of the turn, which are in the payload."""
         turn = {name: getattr(self.turn, name) for name in TURN_FIELDS}
+        turn |= {} if self.turn.grammar is None else {"grammar": self.turn.grammar}
         completion = {name: getattr(self.turn.completion, name) for name in ("finish_reason", "text")}
         return BaseEvent.to_dict(self) | {"turn": turn, "completion": completion}
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from etude.store.journal.blobs import ReadSlice
-from etude.store.journal.event_records import ChainedRecord, EventRecord, JournalMark
+from etude.store.journal.event_records import ChainedRecord, EventRecord, JournalMark, stored_names
 from etude.store.journal.events import TurnRecorded
 from etude.store.journal.journal import Journal, StateRow
-from etude.store.journal.large_sets import names_in
 
 
 class MemoryJournal(Journal):
@@ -23,7 +22,7 @@ class MemoryJournal(Journal):
         self._events: list[EventRecord] = []
         self._chains = [0]
         self._sets: dict[bytes, bytes] = {}
-        """The large sets that payloads name."""
+        """The large sets and the grammars that events name."""
         self._of_kind: defaultdict[str, list[int]] = defaultdict(list)
         self._of_rollout: defaultdict[int, list[int]] = defaultdict(list)
         self._state_rows: dict[tuple[str, int], StateRow] = {}
@@ -90,9 +89,9 @@ class MemoryJournal(Journal):
         return [self._event(position) for _, position, _ in self._event_kinds(rollouts)]
 
     def _event(self, position: int) -> EventRecord:
-        """Return an event with the sets that its payload names."""
+        """Return an event with the sets and the grammar that it names."""
         record = self._events[position - 1]
-        names = names_in(record.payload) if record.kind == TurnRecorded.kind else []
+        names = stored_names(record)
         return record._replace(sets=tuple((name, self._sets[name]) for name in names)) if names else record
 
     def _payload_slicer(self, position: int) -> ReadSlice:

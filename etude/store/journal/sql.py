@@ -28,10 +28,17 @@ from etude.errors import StoreError
 from etude.store.journal import tables
 from etude.store.journal.blobs import ReadSlice
 from etude.store.journal.deferred_signals import defer_signals
-from etude.store.journal.event_records import ChainedRecord, EventRecord, JournalMark, chain_checksum, digest_of
-from etude.store.journal.events import TurnRecorded
+from etude.store.journal.event_records import (
+    ChainedRecord,
+    EventRecord,
+    JournalMark,
+    chain_checksum,
+    digest_of,
+    stored_names,
+)
+from etude.store.journal.grammar_texts import grammar_name
 from etude.store.journal.journal import DamagedJournalError, Journal, StateRow, encode_state, state_digest
-from etude.store.journal.large_sets import names_in, set_name
+from etude.store.journal.large_sets import set_name
 
 
 class Database(Protocol):
@@ -295,8 +302,8 @@ class SqlJournal(Journal):
         return record
 
     def _with_sets(self, records: list[EventRecord]) -> list[EventRecord]:
-        """Add the sets that the payloads name. A missing or changed one is refused."""
-        named = [names_in(record.payload) if record.kind == TurnRecorded.kind else [] for record in records]
+        """Add the sets and the grammars that the events name. A missing or changed one is refused."""
+        named = [stored_names(record) for record in records]
         wanted = list({name for names in named for name in names})
         if not wanted:
             return records
@@ -306,9 +313,10 @@ class SqlJournal(Journal):
             for name in names:
                 if name not in intact:
                     turn = json.loads(record.body)["turn"]["index"]
+                    kind = "grammar" if name == grammar_name(record.body) else "set"
                     raise self._damaged(
-                        f"the set {name.hex()} that turn {turn} of rollout {record.rollout} names is not in it, or is "
-                        "not what was stored"
+                        f"the {kind} {name.hex()} that turn {turn} of rollout {record.rollout} names is not in it, or "
+                        "is not what was stored"
                     )
         return [
             record._replace(sets=tuple((name, intact[name]) for name in names))

@@ -56,10 +56,10 @@ BLOBS = Table(
     Column("position", _NUMBER, primary_key=True, autoincrement=False),
     Column("payload", LargeBinary, nullable=False),
 )
-SETS = Table(
+SETS = Table(  # large sets of tokens (`large_sets`), and grammars (`grammar_texts`)
     "sets",
     TABLES,
-    Column("digest", LargeBinary, primary_key=True),  # the name of the set (`large_sets`), a hash of its data
+    Column("digest", LargeBinary, primary_key=True),  # its name, a hash of its data
     Column("data", LargeBinary, nullable=False),
 )
 STATES = Table(

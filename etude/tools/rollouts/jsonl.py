@@ -67,6 +67,7 @@ def _turn(turn: Turn, at: float, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "versions": completion.version.tolist(),
         "logp": floats_to_json(completion.logp),
         **({} if raw_logp is None else {"raw_logp": floats_to_json(raw_logp)}),
+        **({} if turn.grammar is None else {"grammar": turn.grammar}),
         **({} if completion.support is None else {"support": _support(completion.support)}),
         **_alternatives(completion),
     }

@@ -227,7 +227,14 @@ def read_tokens(
     columns |= _alternatives(reader, completion)
     if replay:
         columns |= token_signals(reader, replay, side, rollout, turn, completion.ids)
-    head = {"rollout": rollout, "attempt": attempt, "turn": turn, "observed": chosen.observed, "opened": chosen.opened}
+    head = {
+        "rollout": rollout,
+        "attempt": attempt,
+        "turn": turn,
+        "observed": chosen.observed,
+        "opened": chosen.opened,
+        "grammar": chosen.grammar,
+    }
     texts = _token_texts(reader, np.concatenate([chosen.prompt, completion.ids]))
     if texts is not None:
         columns["ends"], columns["text"] = texts

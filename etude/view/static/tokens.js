@@ -73,7 +73,7 @@ async function readTurn(reply) {
     return { ...token, ...sampled, ...Object.fromEntries(replayed) };
   });
   const versions = [...new Set(version)].sort((a, b) => a - b);
-  return { tokens, first, versions, alternatives: alternativesOf(columns) };
+  return { tokens, first, versions, grammar: columns.head.grammar, alternatives: alternativesOf(columns) };
 }
 
 const sheet = new CSSStyleSheet();
@@ -313,7 +313,7 @@ export function TokensView({ query, signal, onSignal, rewards }) {
   const name = signal in signals ? signal : "logp";
   const listed = useMemo(() => standOut(turn, signals[name]), [turn, name]);
   if (!turn) return html`<${Waiting} error=${error} />`;
-  const { tokens, first } = turn;
+  const { tokens, first, grammar } = turn;
   const { about, mark, legend, heading, value } = signals[name];
   const entries = legend.map(([mark, text]) => ["", text, mark]);
   const click = ({ target: { dataset } }) => dataset?.place !== undefined && setChosen(Number(dataset.place));
@@ -340,6 +340,7 @@ export function TokensView({ query, signal, onSignal, rewards }) {
       ${Object.entries(signals).map(option)}
     </div>
     <${Legend} mark="swatch" before=${html`<span class="muted">${about}:</span>`} entries=${entries} />
+    ${grammar && html`<details><summary>held to a grammar</summary><pre class="said">${visible(grammar)}</pre></details>`}
     <${TokenFacts} token=${tokens[chosen]} first=${first} />
     ${turn.alternatives && html`<${Alternatives} token=${tokens[chosen]} turn=${turn} />`}
     <div class="tokens" tabindex="0" role="group" aria-label="tokens" onClick=${click} onKeyDown=${move}>

@@ -230,6 +230,14 @@ def test_an_agent_learns_with_answers_of_a_form(world: Path, tmp_path: Path) -> 
     assert all(step["support/bound_share"] == 1 for step in steps)
     assert steps[0]["reward"] < 0.7 and steps[-1]["reward"] == 1
 
+    half = train(world, tmp_path / "half", **TALKS | options | {"steps": 1})
+    train(world, half, **TALKS | options | {"steps": 2})
+    assert step_metrics(half)[1]["grad_norm"] == steps[1]["grad_norm"], "a resumed run has the same bits"
+    assert answers_of(half).items() <= answers_of(run).items()
+    with closing(journal(half)) as store:
+        grammars = {turn.grammar for state in store.rollouts() for turn in store.turns(state.id)}
+    assert len(grammars) == 1 and None not in grammars
+
 
 def test_failures_have_the_configured_reward_also_after_a_resume(world: Path, tmp_path: Path) -> None:
     """A failed attempt counts with `agent.failed_reward`, not with the reward that it had before it failed."""

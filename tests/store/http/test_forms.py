@@ -69,11 +69,12 @@ def test_claims_arrive_unchanged(task: Task, limits: RolloutLimits, resources: d
 
 @given(st.integers(0, 20), st.integers(0, 2**31), st.none() | st.floats(allow_nan=False, allow_infinity=False))
 def test_a_turn_arrives_to_the_last_bit(tokens: int, anchor: int, reward: float | None) -> None:
-    for recorded in (turn(3, tokens, anchor=anchor, reward=reward), bare(turn(0, tokens))):
+    bound = replace(turn(3, tokens, anchor=anchor, reward=reward), grammar='start: "é"')
+    for recorded in (bound, bare(turn(0, tokens))):
         read = arrived("record_turn", attempt=AttemptId(0, 0), turn=recorded)["turn"]
         for other in (returned(Turn, recorded), read):
             assert pack_turn(other) == pack_turn(recorded)
-            names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
+            names = ("index", "model", "tags", "reward", "anchor", "observed", "opened", "grammar")
             assert [getattr(other, name) for name in names] == [getattr(recorded, name) for name in names]
             assert (other.completion.finish_reason, other.completion.text) == ("stop", recorded.completion.text)
 
