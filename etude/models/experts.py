@@ -25,6 +25,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 EXPERTS_NAME = "etude"
 """The name of Etude's experts among transformers' implementations."""
+PART = 2**26
+"""The most numbers of a tensor that is computed to be summed: 256 MiB in float32."""
 GROUPED_CAPABILITY = (8, 0)
 """The first generation of GPUs whose kernels multiply groups of rows."""
 ComputeRows: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -36,10 +38,11 @@ _planned_load: ContextVar[float] = ContextVar("planned_load", default=1.0)
 class Exchange(Protocol):
     """The ranks that hold the experts of a layer together."""
 
-    def __call__(self, rows: Tensor, counts: Tensor, compute: ComputeRows) -> Tensor:
-        """[R, H] → [R, H]: compute rows, sorted by expert, on the ranks that have the experts.
+    def __call__(self, tokens: Tensor, order: Tensor, counts: Tensor, compute: ComputeRows) -> Tensor:
+        """[T, H] → [T · k, H]: compute the rows of all choices, by expert, on the ranks that have the experts.
 
-        counts: [E], the rows of each expert. compute: computes rows of the experts of this rank.
+        order: [T · k], of the choices. counts: [E], the rows of each expert. compute: computes rows of the experts of
+        this rank.
         """
         ...
 
@@ -109,15 +112,13 @@ def compute_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     """
     expert, order = torch.sort(chosen.reshape(-1), stable=True)
     ends = _count_up_to(expert, module.num_experts)
-    rows = to_expert_order(hidden, order, chosen.shape[1])
     multiple = 1 if torch.is_grad_enabled() else _row_multiple.get()
     compute = partial(_compute_rows, module) if multiple == 1 else partial(_compute_padded_rows, multiple, module)
     if module.exchange is None:
-        outputs = compute(rows, expert, ends)
+        outputs = compute(to_expert_order(hidden, order, chosen.shape[1]), expert, ends)
     else:
-        outputs = module.exchange(rows, _count_rows(ends), compute)
-    weighted = outputs * weights.reshape(-1).index_select(0, order)[:, None]
-    return from_expert_order(weighted, order, chosen.shape[1]).to(hidden.dtype)
+        outputs = module.exchange(hidden, order, _count_rows(ends), compute)
+    return _sum_weighted(outputs, weights, order).to(hidden.dtype)
 
 
 def _count_up_to(expert: Tensor, num_experts: int) -> Tensor:
@@ -207,10 +208,16 @@ def to_expert_order(tokens: Tensor, order: Tensor, k: int) -> Tensor:
     return rows
 
 
-def from_expert_order(rows: Tensor, order: Tensor, k: int) -> Tensor:
-    """[T · k, H] → [T, H]: the sum of each token's rows, from the order of experts."""
-    tokens: Tensor = _RowsToTokens.apply(rows, order, k)  # type: ignore[no-untyped-call]
-    return tokens
+def restore_order(rows: Tensor, order: Tensor) -> Tensor:
+    """[R, H] → [R, H]: the rows as they were before they were put into this order."""
+    restored: Tensor = _RestoredOrder.apply(rows, order)  # type: ignore[no-untyped-call]
+    return restored
+
+
+def _sum_weighted(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """[T · k, H] in the order of experts, [T, k] → [T, H]: the weighted sum of each token's rows."""
+    out: Tensor = _WeightedSum.apply(rows, weights, order)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _TokensToRows(torch.autograd.Function):
@@ -228,26 +235,73 @@ class _TokensToRows(torch.autograd.Function):
         return _sum_rows(grads[0], order, ctx.k), None, None
 
 
-class _RowsToTokens(torch.autograd.Function):
-    """A sum of k rows, whose gradient is a copy."""
+class _RestoredOrder(torch.autograd.Function):
+    """A permutation of rows, whose gradient is a copy."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, k: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.k = k
-        return _sum_rows(rows, order, k)
+        return rows.index_select(0, _places(order))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return grads[0].index_select(0, order // ctx.k), None, None
+        return grads[0].index_select(0, order), None
 
 
-def _sum_rows(rows: Tensor, order: Tensor, k: int) -> Tensor:
-    """[T · k, H] in the order of experts → [T, H]. Each sum is in the order of a token's choices."""
+class _WeightedSum(torch.autograd.Function):
+    """A weighted sum of k rows for each token.
+
+    The weights of many routers are in float32. All products in float32 at once would be the largest tensors of a layer,
+    three of them in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order)
+        return _sum_rows(rows, order, weights.shape[1], weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weights, order = ctx.saved_tensors
+        k, flat = weights.shape[1], weights.reshape(-1)
+        into_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        into_weights = torch.empty_like(flat) if ctx.needs_input_grad[1] else None
+        for part in _parts(len(rows), rows.shape[1]):
+            choices = order[part]
+            of_rows = grads[0].index_select(0, choices // k).to(torch.promote_types(rows.dtype, flat.dtype))
+            if into_weights is not None:
+                into_weights[choices] = (of_rows * rows[part]).sum(1).to(flat.dtype)
+            if into_rows is not None:
+                into_rows[part] = of_rows * flat[choices, None]
+        return into_rows, None if into_weights is None else into_weights.view_as(weights), None
+
+
+def _sum_rows(rows: Tensor, order: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
+    """[T · k, H] in the order of experts → [T, H]. Each sum is in the order of a token's choices.
+
+    weights: [T, k].
+    """
+    width = rows.shape[1]
+    places = _places(order).view(-1, k)
+    out = rows.new_empty(len(places), width)
+    for part in _parts(len(places), k * width):
+        chosen = rows.index_select(0, places[part].reshape(-1)).view(-1, k, width)
+        out[part] = (chosen if weights is None else chosen * weights[part, :, None]).sum(1)
+    return out
+
+
+def _places(order: Tensor) -> Tensor:
+    """[R] → [R]: the place of each choice in this order."""
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    return rows.index_select(0, places).view(-1, k, rows.shape[1]).sum(1)
+    return places
+
+
+def _parts(length: int, width: int) -> list[slice]:
+    """Return slices of a length, each with about `PART` numbers if one has `width`."""
+    step = max(1, PART // width)
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 class _GroupedProduct(torch.autograd.Function):

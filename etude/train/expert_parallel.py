@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from etude.errors import ConfigError
 from etude.models import Model
-from etude.models.experts import ComputeRows, Exchange, find_experts, from_expert_order, host_counts, to_expert_order
+from etude.models.experts import ComputeRows, Exchange, find_experts, host_counts, restore_order, to_expert_order
 from etude.train.device_mesh import ShardMeshes
 
 
@@ -31,17 +31,22 @@ class ExpertExchange(Exchange):
         self._group = mesh.get_group()
         self._count = mesh.size()
 
-    def __call__(self, rows: Tensor, counts: Tensor, compute: ComputeRows) -> Tensor:
-        """See `Exchange`."""
+    def __call__(self, tokens: Tensor, order: Tensor, counts: Tensor, compute: ComputeRows) -> Tensor:
+        """See `Exchange`. No name holds rows, so those that the backward pass does not need are released at once."""
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self._group)
         per_rank = theirs.view(self._count, -1)  # [rank, own expert]
-        sent, received = host_counts(counts.view(self._count, -1).sum(1), per_rank.sum(1), total=len(rows))
-        arrived = exchange_rows(rows, sent, received, self._group)
-        own = torch.arange(per_rank.shape[1], device=rows.device).repeat(self._count)
-        expert, order = torch.repeat_interleave(own, theirs, output_size=len(arrived)).sort(stable=True)
-        out = compute(to_expert_order(arrived, order, 1), expert, per_rank.sum(0).cumsum(0))
-        return exchange_rows(from_expert_order(out, order, 1), received, sent, self._group)
+        sent, received = host_counts(counts.view(self._count, -1).sum(1), per_rank.sum(1), total=len(order))
+        own = torch.arange(per_rank.shape[1], device=tokens.device).repeat(self._count)
+        expert, by_expert = torch.repeat_interleave(own, theirs, output_size=sum(received)).sort(stable=True)
+
+        def receive() -> Tensor:
+            return exchange_rows(to_expert_order(tokens, order, len(order) // len(tokens)), sent, received, self._group)
+
+        def compute_received() -> Tensor:
+            return compute(to_expert_order(receive(), by_expert, 1), expert, per_rank.sum(0).cumsum(0))
+
+        return exchange_rows(restore_order(compute_received(), by_expert), received, sent, self._group)
 
 
 def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:

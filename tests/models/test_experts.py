@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from etude.models import experts as experts_module
 from etude.models.experts import compute_experts, find_experts, grouped_product, pad_expert_rows
 from tests.families import family_model
 
@@ -50,6 +51,19 @@ def test_experts_equal_those_of_the_family_one_by_one(name: str, dtype: torch.dt
     torch.testing.assert_close([out, *found], [theirs, *expected], rtol=1e-5, atol=1e-5)
     for gradient in found[2:]:
         assert not gradient[IDLE].any() and all(gradient[i].any() for i in range(4) if i != IDLE)
+
+
+def test_sums_in_parts_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = mixture_of("qwen3_moe", torch.bfloat16)
+    hidden, chosen, weights = inputs_of(experts)
+    wide = weights.detach().float().requires_grad_()  # as of routers that compute in float32
+    results = []
+    for numbers in (experts_module.PART, 3 * 2 * 32, 1):
+        monkeypatch.setattr(experts_module, "PART", numbers)
+        out = compute_experts(experts, hidden, chosen, wide)
+        results.append([out, *gradients(out, experts, hidden, wide)])
+    for whole, parted, single in zip(*results, strict=True):
+        assert torch.equal(whole, parted) and torch.equal(whole, single)
 
 
 def test_a_product_has_the_gradient_of_its_formula() -> None:
