@@ -32,6 +32,9 @@ GROUPED_CAPABILITY = (8, 0)
 ComputeRows: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of rows [R, H], their experts [R], sorted, and the end of each expert's rows [E]: it returns [R, H]."""
 _row_multiple: ContextVar[int] = ContextVar("row_multiple", default=1)
+CountLoads: TypeAlias = Callable[[nn.Module, Tensor, Tensor], None]
+"""A function of a layer's experts, the rows of each [E], and the weights of each token's experts [T, k]."""
+_count_loads: ContextVar[CountLoads | None] = ContextVar("count_loads", default=None)
 _planned_load: ContextVar[float] = ContextVar("planned_load", default=1.0)
 
 
@@ -86,6 +89,16 @@ def pad_expert_rows(multiple: int) -> Iterator[None]:
 
 
 @contextmanager
+def count_loads(count: CountLoads | None) -> Iterator[None]:
+    """Call `count` at each mixture of a forward pass in this context. Layers that are computed again are outside."""
+    token = _count_loads.set(count)
+    try:
+        yield
+    finally:
+        _count_loads.reset(token)
+
+
+@contextmanager
 def plan_load(load: float) -> Iterator[None]:
     """Within this context, let plans send this rank so many times its even share of the rows."""
     token = _planned_load.set(load)
@@ -112,6 +125,8 @@ def compute_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     """
     expert, order = torch.sort(chosen.reshape(-1), stable=True)
     ends = _count_up_to(expert, module.num_experts)
+    if (count := _count_loads.get()) is not None:
+        count(module, _count_rows(ends), weights)
     multiple = 1 if torch.is_grad_enabled() else _row_multiple.get()
     compute = partial(_compute_rows, module) if multiple == 1 else partial(_compute_padded_rows, multiple, module)
     if module.exchange is None:

@@ -36,6 +36,8 @@ DEFAULT_METRICS = (
     "answer_length",
     "truncated",
     "grad_norm",
+    "moe/load_max",
+    "moe/router_entropy",
     "sampled_tokens_per_second",
     "trained_tokens_per_second",
     "time/step",

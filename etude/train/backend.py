@@ -37,6 +37,8 @@ class Backend(Protocol):
     model: Model
     ranks: Ranks
     """The ranks that hold the other rollouts of a batch."""
+    all_ranks: Ranks
+    """Those, and the ranks that compute other tokens of the same rollouts."""
     ranks_per_rollout: int
     """The number of ranks that compute the same rollouts."""
     dtype: torch.dtype

@@ -13,6 +13,7 @@ from torch import Tensor
 from etude.batch import Batch, ColumnKind, Pack
 from etude.data.pack import pack_prefix_tree
 from etude.models import Model, PackedAttention
+from etude.models.experts import count_loads
 from etude.train.forward import ForwardPass, MicroBatch, SharedPacks, iterate_micro_batches, iterate_passes, run_now
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class FrozenModel(ScoringModel):
         assert self._compute_device is None, (
             "an offloaded model computes log-probs: one copy serves a whole batch, and none is made for each pack"
         )
-        with torch.no_grad(), self._adapter_context():
+        with torch.no_grad(), self._adapter_context(), count_loads(None):  # within a pass of the policy
             return self._run(lambda: {"hidden": self._hidden(pack)})["hidden"]
 
     def _hidden(self, pack: Pack) -> Tensor:

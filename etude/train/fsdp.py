@@ -284,6 +284,7 @@ class FsdpBackend:
         self._reference = reference
         self.model = sharded.model
         self.ranks = sharded.ranks
+        self.all_ranks = sharded.meshes.all_ranks
         self.ranks_per_rollout = sharded.meshes.ranks_per_rollout
         self.model.activation_checkpointing = config.activation_checkpointing
         self.dtype = PRECISIONS[config.precision]
@@ -293,7 +294,7 @@ class FsdpBackend:
         self.optimizer = ShardedOptimizer(
             dict(self.model.trained_weights()),
             config,
-            sharded.meshes.all_ranks,
+            self.all_ranks,
             rollout_ranks=self.ranks,
             sum_gradients=sharded.sum_gradients,
             option=option,

@@ -31,6 +31,7 @@ from etude.observe import Last, Max, Mean, Metrics, Sum
 from etude.protocols import Gather, Split, dispatch_mode
 from etude.train.backend import Backend, HeldModel, model_of
 from etude.train.config import TrainConfig
+from etude.train.expert_loads import ExpertLoads
 from etude.train.flops import ModelFlops
 from etude.train.forward import LISTED_BY, ROUTES, MicroBatch, ReferenceModel, iterate_micro_batches, iterate_passes
 from etude.train.fsdp import FsdpBackend
@@ -121,6 +122,7 @@ class Learner:
         self.ranks = self._backend.ranks
         """The ranks that hold the rest of a batch."""
         self._version = torch.tensor(0)
+        self._loads = ExpertLoads(self.model)
         self._cost = ModelFlops.from_model(self.model)
         self._on_gpu = self.model.device.type == "cuda"
         self._offloaded = (
@@ -306,7 +308,8 @@ class Learner:
     ) -> tuple[LossValue, float]:
         """Run the forward and backward pass of one micro-batch, and return its loss and its FLOPs."""
         observations = "observation" in objective.required_columns()
-        result = self._backend.forward(micro, objective.forward_outputs(), observations=observations)
+        with self._loads.counting():
+            result = self._backend.forward(micro, objective.forward_outputs(), observations=observations)
         value = objective.loss(micro, Outputs(**result.columns), whole)
         if backward:
             self._backend.backward(value.loss)
@@ -346,6 +349,7 @@ class Learner:
     def _start_update(self) -> float:
         """Drop the last gradient, reset the peak of GPU memory, and return the time."""
         self._backend.optimizer.zero_grad()
+        self._loads.reset()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.model.device)
         return self._now()
@@ -374,6 +378,8 @@ class Learner:
         )
         if self.ranks.count > 1:
             metrics.add("imbalance", Mean.of(_imbalance(flops, self.ranks)))
+        if (load := self._loads.sum_over(self._backend.all_ranks)) is not None:
+            metrics.merge(load.metrics())
         if self._config.compile is True and self._backend.is_sharded:
             metrics.add("compiled_graphs", Max.of(self.model.compiled_graphs))
         if self._peak is not None:

@@ -50,6 +50,7 @@ class LocalBackend:
             compile_if_possible(model, option)
         model.activation_checkpointing = config.activation_checkpointing
         self.ranks: Ranks = SingleRank()
+        self.all_ranks: Ranks = self.ranks
         self.ranks_per_rollout = 1
         self.forward = ForwardPass(model, pack, temperature, reference, routes=routes)
         self.optimizer = MixedPrecisionOptimizer(
