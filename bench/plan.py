@@ -82,6 +82,11 @@ COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     ),
     "mesh.tensor": ({}, ["train.precision=bf16", "ranks=2", "mesh.tensor=2"]),
     "mesh.tensor, large": (LARGE, ["train.precision=fp32", "ranks=2", "mesh.tensor=2", *LITTLE]),
+    "mesh.context": ({}, ["train.precision=bf16", "ranks=2", "mesh.context=2"]),
+    "qwen3_moe, mesh.context, mesh.expert": (
+        {"family": "qwen3_moe"},
+        ["train.precision=bf16", "ranks=2", "mesh.context=2", "mesh.expert=2"],
+    ),
     "trainer beside servers": ({}, ["train.precision=bf16", "rollout=vllm", "kl=reverse"]),
 }
 """Shapes of models, and options of runs of `etude train`."""
@@ -105,6 +110,15 @@ TRAINED: Mapping[str, Sequence[str]] = {
     ],
 }
 """Runs of `etude train` itself, and their options."""
+LONG: Mapping[str, Sequence[str]] = {
+    "64k tokens, one rank": ["train.engine=fsdp"],
+    "64k tokens, mesh.context=2": ["ranks=2", "mesh.context=2"],
+    "64k tokens, mesh.context=4": ["ranks=4", "mesh.context=4"],
+    "64k tokens, mesh.context=4, checkpointing": [
+        *("ranks=4", "mesh.context=4", "train.activation_checkpointing=full"),
+    ],
+}
+"""Options of `etude sft` runs on one row of 65,536 tokens. Each takes some minutes."""
 CASES = (*COLLECTING, *LEARNING, *TRAINED)
 SIZES: dict[str, Any] = {"vocab_size": 4096, "layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4}
 COMMON = (
@@ -120,6 +134,8 @@ EXAMPLES = (
     *("data.max_tokens=128", "batch_size=32", "train.max_tokens_per_micro_batch=1024", "device=cpu"),
     "train.precision=bf16",
 )
+LONG_SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "context": 65536}
+LONG_ROW = ("data.max_tokens=65536", "batch_size=1", "train.max_tokens_per_micro_batch=65536", "train.precision=fp32")
 WITHIN = 0.10
 
 
@@ -144,6 +160,9 @@ def run_of(directory: Path, name: str, sizes: Mapping[str, Any] = SIZES) -> Reci
         tiny_config(**sizes).save_pretrained(directory)
         named = [option.format(model=directory) for option in options]
         return compose(RECIPES[command], [f"model.path={directory}", *EXAMPLES, *named])
+    if name in LONG:
+        tiny_config(**{**sizes, **LONG_SIZES}).save_pretrained(directory)
+        return compose(RECIPES["sft"], [f"model.path={directory}", *EXAMPLES, *LONG_ROW, *LONG[name]])
     if name in TRAINED:
         tasks = directory.with_name(f"{directory.name}.jsonl")
         write_model(directory, sizes)
@@ -182,7 +201,7 @@ def compared(run: Recipe, name: str) -> Compared:
 def main() -> int:
     """Compare every case; exit code 1 if a difference is over the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--only", nargs="*", choices=(*CASES, *LONG), default=list(CASES))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)

@@ -69,7 +69,7 @@ MIXTURES: dict[str, tuple[MeshConfig, str, dict[str, Any]]] = {
     "data 2 x context 2, expert 2": (
         MeshConfig(context=2, expert=2),
         "qwen3_moe",
-        {"activation_checkpointing": "full"},
+        {"router_replay": "r2", "activation_checkpointing": "full"},
     ),
     "replica 2 x context 2": (MeshConfig(replicas=2, context=2), "gpt_oss", {}),
     "context 2 x tensor 2, expert 4": (MeshConfig(context=2, tensor=2, expert=4), "qwen3_moe", {}),

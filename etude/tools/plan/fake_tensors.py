@@ -288,7 +288,7 @@ class FakeFloatMode(MemoryTrackingMode):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             return _run_collective(func, args, kwargs, has_fake)
         if not has_fake:
-            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            dtype = _factory_dtype(func, args, kwargs)
             on_meta = torch.device(kwargs.get("device") or CPU).type == "meta"  # it has no memory to count
             if func in FACTORY_OPS and dtype.is_floating_point and not on_meta:
                 with self._fake_mode:
@@ -310,6 +310,14 @@ class FakeFloatMode(MemoryTrackingMode):  # type: ignore[no-untyped-call]
         if func is _aten.any.default:
             out.truth_value = False
         return out
+
+
+def _factory_dtype(func: Any, args: Any, kwargs: Any) -> torch.dtype:
+    """Return the dtype of a tensor that an operator creates: the one that is asked for, or that of its value."""
+    given: torch.dtype | None = kwargs.get("dtype")
+    if given is None and func is _aten.full.default and not isinstance(args[1], float):
+        return torch.int64  # or bool: it keeps its values, as whole numbers do
+    return given or torch.get_default_dtype()
 
 
 def _placeholder_value(tensor: Any) -> float | bool:

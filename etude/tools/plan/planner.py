@@ -339,6 +339,7 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
     mesh = run.mesh
     gpu = device.type == "cuda"
     checkpointing = train.activation_checkpointing
+    can_double = gpu and run.ranks % (2 * mesh.replicas * mesh.ranks_per_rollout) == 0
     compiles_layers = train.compile is True and train.choose_engine(run.ranks) == "fsdp"
     options: list[tuple[str, object, bool]] = [
         ("train.max_tokens_per_micro_batch", max(train.max_tokens_per_micro_batch // 2, 1), True),
@@ -349,7 +350,8 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
         ("checkpoint.async_save", False, not gpu and run.checkpoint.async_save),
         ("train.precision", "bf16", train.precision in ("fp32", "fp64")),
         ("ranks", 2 * run.ranks, gpu),
-        ("mesh.tensor", 2 * mesh.tensor, gpu and run.ranks % (2 * mesh.tensor) == 0 and not compiles_layers),
+        ("mesh.tensor", 2 * mesh.tensor, can_double and not compiles_layers),
+        ("mesh.context", 2 * mesh.context, can_double),
     ]
     if isinstance(run, SupervisedRun):
         options.append(("data.max_tokens", max(sum(result.row) // 2, 2), True))

@@ -87,6 +87,7 @@ def test_fake_tensors_have_shapes_and_lifetimes_and_integers_keep_their_values()
         weight = torch.zeros(1 << 20, 1 << 16)  # of 256 GiB
         rows = torch.tensor([2, 5]).add(1)
         assert rows.tolist() == [3, 6]
+        assert int(torch.full((1, 1), 7)) == 7
         out = weight[rows] @ weight.T
         assert float(out.sum()) == 1.0 and not torch.equal(out, out)
     assert tracker.trace().peak().total > 256 * GIB

@@ -304,7 +304,7 @@ def test_a_plan_tries_the_options_of_sampling_and_of_several_ranks(model: Path, 
     assert {"sampling.max_tokens", "rollout.kv_gib", "rollout.max_num_seqs"} <= saved.keys()
     assert saved["train.offload"] < total
     saved, total = savings_of(capsys, "dpo", f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=2")
-    assert {"data.max_tokens", "ranks", "mesh.tensor"} <= saved.keys()
+    assert {"data.max_tokens", "ranks", "mesh.tensor", "mesh.context"} <= saved.keys()
     assert all(saved[option] < total for option in ("data.max_tokens", "train.offload", "ranks"))
 
 
@@ -418,6 +418,7 @@ def test_invalid_plans_are_refused(model: Path, capsys: Captured, tmp_path: Path
     assert f"`{offload}` frees memory of a GPU" in refused(capsys, "plan", path, "gpus=0", offload)
     assert "do not fit into" in refused(capsys, "plan", path, "gpus=0", "sampling.max_tokens=100000")
     assert "4 query heads over 3" in refused(capsys, "plan", path, "gpus=3", "ranks=3", "mesh.tensor=3")
+    assert "4 query heads over 3" in refused(capsys, "plan", path, "gpus=3", "ranks=3", "mesh.context=3")
     assert "There is no teacher" in refused(capsys, "plan", "distill", path)
     assert "trains on one rank" in refused(capsys, "plan", path, "gpus=2", "ranks=2", "train.engine=local")
     adapted = ("gpus=2", "ranks=2", "lora.rank=4", "mesh.tensor=2")
