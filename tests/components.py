@@ -32,6 +32,7 @@ ENVIRONMENTS = {
     "sglang": "sglang-cpu",
     "triton": "triton alone",
     "npm": "agent clients",
+    "clients": "the Python clients",
     "chromium": "the browser",
     "hubs": "the hubs of environments",
 }
@@ -75,6 +76,18 @@ def require_hub(hub: str, pins: PackagePins | None = None) -> Path:
     assert pins is not None, f"{hub} needs no packages"
     environment = find_environment(pins)
     if not environment.is_complete and "hubs" not in required_components():
+        pytest.skip(f"there is no environment {environment.directory.name}")
+    return ensure_environment(pins).python
+
+
+def require_python_clients(pins: PackagePins) -> Path:
+    """Return the Python of the pinned clients of PyPI. If it is missing, skip the test, or install it if ETUDE_REQUIRE
+    names the clients."""
+    from etude.rollout.python_environments import ensure_environment, find_environment
+
+    _hold_to_its_tier("clients")
+    environment = find_environment(pins)
+    if not environment.is_complete and "clients" not in required_components():
         pytest.skip(f"there is no environment {environment.directory.name}")
     return ensure_environment(pins).python
 

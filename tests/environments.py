@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from etude.errors import EtudeError
-from tests.components import ENVIRONMENTS, install_chromium, require_environment, require_hub, required_components
+from tests.components import (
+    ENVIRONMENTS,
+    install_chromium,
+    require_environment,
+    require_hub,
+    require_python_clients,
+    required_components,
+)
 
 
 def main() -> int:
@@ -38,6 +45,10 @@ def make(name: str) -> Path:
         from tests.npm import installed
 
         return installed()
+    if name == "clients":
+        from tests.clients.suite import PINNED
+
+        return require_python_clients(PINNED)
     if name == "hubs":
         from etude.agents.hubs.process import PINS
 
