@@ -105,7 +105,7 @@ class TokenRules:
 class GrammarSets:
     """The sets that a grammar leaves at the places of one answer, found as its tokens come.
 
-    A token takes about 0.3 ms with a vocabulary of 150,000. Any thread may be used, one at a time.
+    A token takes 0.13 ms of a core with a vocabulary of 151,000. Any thread may be used, one at a time.
     """
 
     def __init__(self, grammars: GrammarCompiler, grammar: str, vocab_size: int) -> None:
