@@ -92,14 +92,15 @@ def require_python_clients(pins: PackagePins) -> Path:
     return ensure_environment(pins).python
 
 
-def require_clients() -> Path:
+def require_clients(pins: Path | None = None) -> Path:
     """Return the folder of the pinned npm packages. If it is missing, skip the test, or install it if ETUDE_REQUIRE
-    names it."""
-    from tests.npm import installed, place
+    names it. pins: the folder with the lock file; by default that of the first clients."""
+    from tests.npm import CLIENTS, installed, place
 
+    pins = pins or CLIENTS
     if "npm" in required_components():
-        return installed()
-    folder = place()
+        return installed(pins)
+    folder = place(pins)
     if folder is None or not (folder / "whole.json").exists():
         pytest.skip("the npm packages of agent clients are not installed")
     return folder

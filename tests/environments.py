@@ -42,8 +42,9 @@ def main() -> int:
 def make(name: str) -> Path:
     """Return the folder of an environment, or the path of a program; create it if it is missing."""
     if name == "npm":
-        from tests.npm import installed
+        from tests.npm import CODING, installed
 
+        installed(CODING)
         return installed()
     if name == "clients":
         from tests.clients.suite import PINNED

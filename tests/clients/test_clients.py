@@ -28,6 +28,7 @@ from tests.agents.proxy.tables import END, START, Table, model_of_table, tokeniz
 from tests.agents.proxy.world import World, serving
 from tests.chat.made import published
 from tests.components import require_clients
+from tests.npm import CODING
 from tests.rollout.engines import engine_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -170,6 +171,36 @@ def test_codex_continues_its_turns_exactly(notes: Path) -> None:
         items = [event["item"] for line in printed.splitlines() if "item" in (event := json.loads(line))]
         assert items[-1]["type"] == "agent_message" and items[-1]["text"] == ANSWER
         assert_exact(world, world.turns(claim.attempt_id))
+
+
+def test_opencode_continues_its_turns_exactly(notes: Path) -> None:
+    """It also asks for a title, with another prompt."""
+    binary = require_clients(CODING) / "node_modules" / "opencode-linux-x64" / "bin" / "opencode"
+    with playing("read", {"filePath": str(notes / "notes.txt")}) as world:
+        claim = world.attempt()
+        options = {"baseURL": world.url, "apiKey": claim.model_key}
+        provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {world.endpoint.model: {}}}
+        settings = {"autoupdate": False, "share": "disabled", "provider": {"etude": provider}}
+        (notes / "opencode.json").write_text(json.dumps(settings))
+        printed = ran(
+            [
+                str(binary),
+                "run",
+                "--format",
+                "json",
+                "--model",
+                f"etude/{world.endpoint.model}",
+                "What is in notes.txt?",
+            ],
+            notes,
+            OPENCODE_DISABLE_MODELS_FETCH="1",
+        )
+        texts = [
+            event["part"]["text"] for line in printed.splitlines() if (event := json.loads(line))["type"] == "text"
+        ]
+        assert texts == [ANSWER]
+        turns = sorted(world.turns(claim.attempt_id), key=lambda turn: len(turn.prompt))
+        assert_exact(world, turns[1:])
 
 
 @pytest.mark.parametrize("dialect", ["responses", "chat"])
