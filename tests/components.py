@@ -35,6 +35,7 @@ ENVIRONMENTS = {
     "clients": "the Python clients",
     "chromium": "the browser",
     "hubs": "the hubs of environments",
+    "evals": "lm-eval and inspect-ai",
 }
 
 SERVERS = frozenset({"postgres", "ray", "ray-jobs", *ENVIRONMENTS})
@@ -52,11 +53,12 @@ def required_components() -> frozenset[str]:
 def require_environment(name: str) -> PythonEnvironment:
     """Return a component's environment. If it is missing, skip the test, or install it if ETUDE_REQUIRE names it."""
     from etude.rollout.python_environments import ensure_environment, find_environment, load_pins
+    from tests.clients.evals import PINNED as EVALS
     from tests.models.kernels.triton_process import PINNED as TRITON
     from tests.rollout.sglang_on_cpu import PINNED as SGLANG
 
     _hold_to_its_tier(name)
-    pinned = {"sglang": SGLANG, "triton": TRITON}.get(name) or load_pins(ENVIRONMENTS[name])
+    pinned = {"sglang": SGLANG, "triton": TRITON, "evals": EVALS}.get(name) or load_pins(ENVIRONMENTS[name])
     environment = find_environment(pinned)
     if environment.is_complete:
         return environment

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ import openai
 import pytest
 
 from tests.learn import games
+from tests.serving import ServedModel, serve_command
 
 
 @pytest.fixture(scope="module")
@@ -25,34 +22,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(model: Path) -> Iterator[tuple[subprocess.Popen[str], str, str, str]]:
-    """Start the command; yield its process, address, key and output."""
-    words = [*("serve", str(model), "--listen", "127.0.0.1:0"), "sampling.max_tokens=5", "train.precision=fp32"]
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "etude", *words, "threads=1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "TERM": "dumb"},
-        text=True,
-    )
-    assert process.stdout is not None
-    output = ""
-    try:
-        while "What is 2 + 2?" not in output:
-            line = process.stdout.readline()
-            assert line, output
-            output += line
-        match = re.search(r"OPENAI_BASE_URL=(\S+)/v1 OPENAI_API_KEY=(\S+)", output)
-        assert match is not None, output
-        yield process, match[1], match[2], output
-    finally:
-        process.kill()
-        process.wait()
+def served(model: Path) -> Iterator[ServedModel]:
+    with serve_command(model, "sampling.max_tokens=5") as served:
+        yield served
 
 
 @pytest.mark.slow
-def test_a_model_is_served_in_every_dialect(served: tuple[subprocess.Popen[str], str, str, str], model: Path) -> None:
-    process, url, key, output = served
+def test_a_model_is_served_in_every_dialect(served: ServedModel, model: Path) -> None:
+    process, url, key = served.process, served.url, served.key
+    output = served.output
     assert output.startswith(f"{model} is served at {url}, under the name policy.") and "Nothing is trained." in output
     messages: Any = [{"role": "user", "content": "a"}]
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key) as client:
