@@ -33,6 +33,18 @@ PREPARATIONS = {
 }
 """The preparation of each data set, whose fields are its options, as `module:Name`: it is imported when it is run."""
 
+PROJECT_KINDS = ("answer", "tools", "game", "agent")
+"""The kinds of runs that `etude init` writes files for."""
+INIT = """\
+examples:
+  etude init my-run                 one answer to a prompt, judged by a function
+  etude init my-run --kind tools    the model calls your functions
+  etude init my-run --kind game     several turns with an environment
+  etude init my-run --kind agent    a program that calls the model
+
+Each directory has 20 tasks, the code, run.yaml, README.md and test_run.py,
+which trains a tiny model for two steps. Replace them by your own."""
+
 PLAN_CLASSES = {
     "": "etude.tools.plan.options:PlanRun",
     "sft": "etude.tools.plan.options:PlanSFT",
@@ -160,6 +172,7 @@ def _describe(summary: str) -> str:
 
 def add_commands(top: argparse.ArgumentParser, commands: Any) -> None:
     """Add the commands of this file to those of `etude`, whose parser is `top`."""
+    _add_init(commands)
     _add_data(commands)
     chat = add_run_command(commands, "chat", "chat with a model or a run's checkpoint", CHAT, "RUN|MODEL ")
     chat.add_argument("--best", action="store_true", help=BEST)
@@ -186,6 +199,15 @@ def add_commands(top: argparse.ArgumentParser, commands: Any) -> None:
     complete.add_argument("for_", choices=SHELLS)
     complete.add_argument("words", nargs=argparse.REMAINDER)
     complete.set_defaults(command=_complete, top=top)
+
+
+def _add_init(commands: Any) -> None:
+    summary = "write the files of a first run: data, code, options and a test"
+    init = add_command(commands, "init", summary, INIT)
+    init.add_argument("directory", type=Path, metavar="DIRECTORY", help="directory to write; new or empty")
+    kinds = "rollouts: one answer, calls of your functions, a game of several turns, an agent (default answer)"
+    init.add_argument("--kind", choices=PROJECT_KINDS, default=PROJECT_KINDS[0], help=kinds)
+    init.set_defaults(command=_init)
 
 
 def _add_data(commands: Any) -> None:
@@ -225,6 +247,12 @@ def _split_name(arguments: argparse.Namespace, kind: str, example: str) -> tuple
         given = " and ".join(names) or "none"
         raise ConfigError(f"Name {kind}, and only one; {given} was named. For example: `{example}`.")
     return names[0], [word for word in arguments.overrides if word != names[0]]
+
+
+def _init(arguments: argparse.Namespace) -> None:
+    from etude.tools.project.new_project import show_new_project
+
+    show_new_project(arguments.directory, arguments.kind)
 
 
 def _data_prepare(arguments: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ policy and publishes its weights to the inference engine."""
 GETTING_STARTED = """\
 start here:
   etude demo               train a small model to sort digits (3 minutes)
+  etude init my-run        write data, a reward, options and a test to change
   etude config show grpo   print every option of a preset, with its meaning
   etude train grpo model.path=my-model data.train=[tasks.parquet] reward=gsm8k
 

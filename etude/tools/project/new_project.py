@@ -1,0 +1,41 @@
+"""`etude init`: the files of a first run, to be replaced by the user's own: data, code, options and a test."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from etude.errors import ConfigError
+from etude.observe import make_console
+
+TEMPLATES = Path(__file__).with_name("templates")
+SUFFIX = ".txt"
+"""The end of a template's name that its copy does not have: no tool takes the template for a part of this package."""
+
+
+def new_project(directory: Path, kind: str) -> list[str]:
+    """Write the files of one kind of run into a new or empty directory; return their names."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(
+            f"`etude init` writes into a new or empty directory, and {directory} has files. Name another one."
+        )
+    templates = sorted((*(TEMPLATES / kind).iterdir(), TEMPLATES / f"test_run.py{SUFFIX}"))
+    directory.mkdir(parents=True, exist_ok=True)
+    names = {template: template.name.removesuffix(SUFFIX) for template in templates}
+    for template, name in names.items():
+        shutil.copyfile(template, directory / name)
+    return sorted(names.values())
+
+
+def show_new_project(directory: Path, kind: str) -> None:
+    """Write the files, and print the commands that use them."""
+    names = new_project(directory, kind)
+    console = make_console()
+    lines = [
+        f"{directory} has {', '.join(names[:-1])} and {names[-1]}. Next:",
+        "",
+        f"  cd {directory}",
+        "  python test_run.py       # two steps with a tiny model, without a download",
+        "  etude train grpo --config run.yaml model.path=Qwen3-0.6B",
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
