@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from etude.agents import emit
     from etude.agents.agent import Agent, agent
     from etude.agents.command import command
+    from etude.agents.hooks import on
     from etude.launch import train
     from etude.ppo_trainer import PPOTrainer, RLConfig, Trajectories
     from etude.trainer import RL, Algorithm, Baseline, Trainer
@@ -32,6 +33,7 @@ __all__ = [  # noqa: RUF022 (as `sorted` has them)
     "agent",
     "command",
     "emit",
+    "on",
     "train",
 ]
 
@@ -43,6 +45,7 @@ _read = lazy_getattr(
         "trainer": ("RL", "Algorithm", "Baseline", "Trainer"),
         "agents.agent": ("Agent", "agent"),
         "agents.command": ("command",),
+        "agents.hooks": ("on",),
     },
 )
 

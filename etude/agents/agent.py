@@ -149,6 +149,11 @@ class Agent(ABC):
         """Return the arguments that `run` takes."""
         return read_signature(self.run, f"{self.title}.run")
 
+    def namespace(self) -> Mapping[str, Any]:
+        """Return the names of the file that the agent is written in, in which its hooks are."""
+        names: Mapping[str, Any] = getattr(type(self).run, "__globals__", {})
+        return names
+
 
 class FunctionAgent(Agent):
     """A function as an agent. It can still be called like the function."""
@@ -194,6 +199,10 @@ class FunctionAgent(Agent):
     def call_signature(self) -> CallSignature:
         return self._signature
 
+    def namespace(self) -> Mapping[str, Any]:
+        names: Mapping[str, Any] = getattr(inspect.unwrap(self._function), "__globals__", {})
+        return names
+
 
 @overload
 def agent(function: Callable[..., Any], /) -> FunctionAgent: ...
@@ -220,8 +229,11 @@ def agent(
     return decorate if function is None else decorate(function)
 
 
-def read_signature(function: Callable[..., Any], title: str) -> CallSignature:
-    """Return the arguments that a function takes. Raise `AgentError` for a parameter that no runner provides."""
+def read_signature(
+    function: Callable[..., Any], title: str, allowed: tuple[str, ...] = AGENT_PARAMETERS
+) -> CallSignature:
+    """Return the arguments that a function takes. Raise `AgentError` for a parameter that no runner provides: one that
+    is not among those allowed."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise AgentError(
             f"The agent {title} is a generator (it has `yield`), so a call would run nothing. Return the reward, and "
@@ -235,15 +247,12 @@ def read_signature(function: Callable[..., Any], title: str) -> CallSignature:
         ) from error
     names = []
     for parameter in parameters:
-        if parameter.kind in _VARIADIC or (
-            parameter.name not in AGENT_PARAMETERS and parameter.default is not parameter.empty
-        ):
+        if parameter.kind in _VARIADIC or (parameter.name not in allowed and parameter.default is not parameter.empty):
             continue
-        if parameter.name not in AGENT_PARAMETERS:
+        if parameter.name not in allowed:
             raise AgentError(
                 f"The agent {title} takes `{parameter.name}`, which no runner provides. An agent's parameters are "
-                f"among {', '.join(AGENT_PARAMETERS[:-1])} and {AGENT_PARAMETERS[-1]}. Rename it, or give it a "
-                "default."
+                f"among {', '.join(allowed[:-1])} and {allowed[-1]}. Rename it, or give it a default."
             )
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise AgentError(f"The agent {title} takes `{parameter.name}` by position only. Remove the `/` after it.")

@@ -60,6 +60,10 @@ class EnvironmentAgent(Agent):
     def call_signature(self) -> CallSignature:
         return CallSignature(("task", "llm", "rollout"), True)
 
+    def namespace(self) -> Mapping[str, Any]:
+        names: Mapping[str, Any] = getattr(self._factory.reset, "__globals__", {})
+        return names
+
     async def run(self, task: Task, llm: LLM, rollout: RolloutInfo) -> AttemptReport:
         """Play one rollout, from `reset` to its end."""
         row = task.fields.get("row")

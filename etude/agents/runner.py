@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from etude.agents.agent import Agent
+from etude.agents.hooks import find_hooks
 from etude.agents.running_attempt import RunningAttempt
 from etude.agents.worker_threads import WorkerThreads
 from etude.errors import AgentError, EtudeError, IllegalTransitionError, NotFoundError, StoreError
@@ -97,6 +98,7 @@ class Runner:
         """The number of attempts that were reported, by outcome."""
         self._queue = queue
         self._agent = agent
+        self._hooks = find_hooks(agent)
         self._store_url = store_url
         self._timeouts = timeouts or RunnerTimeouts()
         self._cancel_s = self._timeouts.cancel_s + agent.grace_s
@@ -185,6 +187,7 @@ class Runner:
             claim,
             self._queue,
             self._threads,
+            self._hooks,
             cancel_s=self._cancel_s,
             uncounted_s=self._unanswered_seconds,
             store_url=self._store_url,

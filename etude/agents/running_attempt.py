@@ -11,19 +11,24 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from etude.agents.agent import Agent, RolloutInfo, get_llm
+from etude.agents.agent import Agent, CallSignature, RolloutInfo, get_llm
 from etude.agents.attempt_context import AttemptContext, parse_reward
 from etude.agents.error_classification import classify_error, excuse_if_unreachable
+from etude.agents.hooks import Hook, HookEvent
 from etude.agents.worker_threads import WorkerThreads
 from etude.errors import AgentError, IllegalTransitionError
+from etude.observe.log import get_logger
 from etude.records import Outcome
 from etude.store.queue.rollout_queue import AttemptReport, Claim, RolloutQueue
+
+log = get_logger("agents")
 
 FLUSH_TIMEOUT = 30.0
 """Seconds that the rollout queue has, at the end, to take the remaining emissions."""
@@ -43,16 +48,20 @@ class RunningAttempt:
         claim: Claim,
         queue: RolloutQueue,
         threads: WorkerThreads,
+        hooks: Mapping[HookEvent, list[Hook]],
         *,
         cancel_s: float,
         uncounted_s: Callable[[], float] = lambda: 0.0,
         store_url: str = "",
     ) -> None:
-        """uncounted_s: the seconds so far that do not count against limits, because the queue did not answer."""
+        """hooks: called around the agent. uncounted_s: the seconds so far that do not count against limits, because the
+        queue did not answer."""
         self.claim = claim
         self.is_abandoned = False
         """True if its coroutine still runs after it was cancelled."""
         self._agent = agent
+        self._hooks = hooks
+        self._queue = queue
         self._threads = threads
         self._cancel_s = cancel_s
         self._uncounted_s = uncounted_s
@@ -74,7 +83,7 @@ class RunningAttempt:
             self._call_later(READY_AFTER, self._report_running, limit)
         else:
             self._call_later(limit, self._time_out, limit, self._uncounted_s())
-        self._work = self._loop.create_task(self._call_agent())
+        self._work = self._loop.create_task(self._play())
         self._work.add_done_callback(self._on_done)
         try:
             report = await self._report
@@ -102,23 +111,22 @@ class RunningAttempt:
 
     # -- the agent's call ----------------------------------------------------------------------------------------------
 
-    async def _call_agent(self) -> AttemptReport:
-        """Call the agent. This always ends with a report: no error may reach the event loop."""
-        signature = self._agent.call_signature()
+    async def _play(self) -> AttemptReport:
+        """Call the agent and its hooks. This always ends with a report: no error may reach the event loop."""
+        report = await self._guarded(self._call_agent)
+        if self._stop_report is not None or not (self._hooks["turn"] or self._hooks["attempt_end"]):
+            return report
+        ended = await self._guarded(partial(self._call_end_hooks, report))
+        if report.outcome is Outcome.SUCCEEDED or self._stop_report is not None:
+            return ended
+        if ended is not report:
+            log.warning("A hook of a failed attempt failed too: %s", self._without_keys(ended.error))
+        return report
+
+    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, AttemptReport]]) -> AttemptReport:
+        """Return the report that this work makes, or that of its error."""
         try:
-            arguments = {name: self._argument(name) for name in signature.parameters}
-            if signature.is_async:
-                with self._context.activate():
-                    result = await self._agent.run(**arguments)
-            else:
-                result = await self._threads.call(lambda: self._call_in_context(arguments))
-                if inspect.isawaitable(result):
-                    with self._context.activate():
-                        result = await result
-            report = self._stop_report or self._make_report(result)
-            return (
-                await excuse_if_unreachable(report, self.claim.resources) if "llm" in signature.parameters else report
-            )
+            return await work()
         except _NoEndpointError as error:
             return AttemptReport(Outcome.INFRA_ERROR, str(error))
         except BaseException as error:
@@ -126,9 +134,40 @@ class RunningAttempt:
                 return self._describe_stop(self._stop_report, error)
             return AttemptReport(classify_error(error, self.claim.resources), self._format_error(error))
 
-    def _call_in_context(self, arguments: dict[str, Any]) -> Any:
+    async def _call_agent(self) -> AttemptReport:
+        for hook in self._hooks["attempt_start"]:
+            await self._call(hook.function, hook.signature)
+        signature = self._agent.call_signature()
+        result = await self._call(self._agent.run, signature)
+        report = self._stop_report or self._make_report(result)
+        return await excuse_if_unreachable(report, self.claim.resources) if "llm" in signature.parameters else report
+
+    async def _call_end_hooks(self, report: AttemptReport) -> AttemptReport:
+        if self._hooks["turn"]:
+            for index, turn in enumerate(await self._queue.turns(*self.claim.attempt_id)):
+                for hook in self._hooks["turn"]:
+                    await self._call(hook.function, hook.signature, turn=turn, index=index)
+        for hook in self._hooks["attempt_end"]:
+            await self._call(hook.function, hook.signature, report=report)
+        return report
+
+    async def _call(self, function: Callable[..., Any], signature: CallSignature, **given: Any) -> Any:
+        """Call the agent or a hook with the arguments that it takes, on a thread if it is no coroutine. given: those
+        that not every call has."""
+        names = signature.parameters
+        arguments = {name: given[name] if name in given else self._argument(name) for name in names}
+        if signature.is_async:
+            with self._context.activate():
+                return await function(**arguments)
+        result = await self._threads.call(lambda: self._call_in_context(function, arguments))
+        if inspect.isawaitable(result):
+            with self._context.activate():
+                result = await result
+        return result
+
+    def _call_in_context(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         with self._context.activate():
-            return self._agent.run(**arguments)
+            return function(**arguments)
 
     def _argument(self, name: str) -> Any:
         claim = self.claim

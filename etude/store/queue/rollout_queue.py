@@ -171,7 +171,7 @@ class RolloutQueue(ABC):
     async def find(self, query: RolloutQuery) -> RolloutPage:
         """Return one page of the rollouts that match a query."""
 
-    @verb(Rules(has_long_reply=True))
+    @verb(Rules(scopes=RUNNERS, has_long_reply=True))
     async def turns(self, rollout: Id, attempt: Id | None = None) -> list[Turn]:
         """Return the turns of an attempt in order, each with its reward; by default of the last attempt."""
 

@@ -17,9 +17,9 @@ from tests.store.made import turn
 KEYS = ("none", "garbage", "another store's", "expired", "model", "another attempt's", "reward", "runner", "admin")
 STRANGERS = ("none", "garbage", "another store's", "expired")
 OPENS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("enqueue", "cancel", "wait", "find", "turns", "notes", "record_turn", "put_resource"), ("admin",)),
+    **dict.fromkeys(("enqueue", "cancel", "wait", "find", "notes", "record_turn", "put_resource"), ("admin",)),
     **dict.fromkeys(("acquire_lease", "seal", "history", "runners", "statistics"), ("admin",)),
-    **dict.fromkeys(("claim", "heartbeat", "ready", "finish", "get_resource"), ("admin", "runner")),
+    **dict.fromkeys(("claim", "heartbeat", "ready", "finish", "turns", "get_resource"), ("admin", "runner")),
     **dict.fromkeys(("record_reward", "record_note"), ("admin", "runner", "reward")),
 }
 """The keys that open each request, written a second time, so that no change happens by mistake."""
