@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def show_new_project(directory: Path, kind: str) -> None:
     lines = [
         f"{directory} has {', '.join(names[:-1])} and {names[-1]}. Next:",
         "",
-        f"  cd {directory}",
+        f"  cd {shlex.quote(str(directory))}",
         "  python test_run.py       # two steps with a tiny model, without a download",
         "  etude train grpo --config run.yaml model.path=Qwen3-0.6B",
     ]
