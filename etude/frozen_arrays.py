@@ -23,7 +23,7 @@ def read_only_array(values: ArrayLike, dtype: type[np.generic], name: str, dimen
     """Return a read-only copy with the record's dtype and dimensions; refuse other shapes and lossy casts."""
     array = np.asarray(values)
     if array.ndim != dimensions:
-        wanted = {1: "one-dimensional", 2: "two-dimensional"}[dimensions]
+        wanted = {1: "one-dimensional", 2: "two-dimensional", 3: "three-dimensional"}[dimensions]
         raise ValueError(f"{name} must be {wanted}; an array of shape {array.shape} was given.")
     if array.dtype == dtype:  # nothing to lose, and the checks take longer than the copy
         cast = array.copy()

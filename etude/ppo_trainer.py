@@ -217,7 +217,8 @@ class PPOTrainer:
         self._device = model.device
         if not isinstance(self.run.rollout, TorchEngineConfig):
             raise ConfigError("A PPOTrainer samples within its own process: leave `rollout` at `embedded`.")
-        self._engine = self._exit_stack.enter_context(closing(TorchEngine(model, self._tokenizer, self.run.rollout)))
+        engine = TorchEngine(model, self._tokenizer, self.run.rollout, records_routes=self.run.records_routes)
+        self._engine = self._exit_stack.enter_context(closing(engine))
         crew = self._exit_stack.enter_context(closing(LocalCrew(_worker(self.run, model, self._engine))))
         run, columns = self.run, self.run.model_columns()
         self._learners = Learners(crew, columns, run.mini_batches, run.loss.split_unit, run.ess_floor)
@@ -235,10 +236,7 @@ class PPOTrainer:
         selected = [self._dataset.task(self._order.advance_to(ordinal), ordinal) for ordinal in ordinals]
         tasks = [task for task in selected for _ in range(self._group_size)]
         sampling = [
-            self.run.sampling.training_params(
-                derived_seed(self.run.seed, "train", task.ordinal, index % self._group_size, 0),
-                alternatives=self.run.correction.recorded_alternatives,
-            )
+            self.run.training_params(derived_seed(self.run.seed, "train", task.ordinal, index % self._group_size, 0))
             for index, task in enumerate(tasks)
         ]
         self._collected += 1

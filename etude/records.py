@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from etude.frozen_arrays import FrozenRecord, check_same_length, read_only_array
 from etude.support import SetKind, Support
+from etude.token_routes import TokenRoutes
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -119,6 +120,8 @@ class SamplingParams(FrozenRecord):
     """The number of likeliest tokens to return at each place, with the log-probs that they were drawn by."""
     version: int | None = None
     """The policy version to sample with, of an engine that keeps several; None is the newest."""
+    routes_start: int | None = None
+    """The first token of prompt and answer whose experts are returned. None: no routes are."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
@@ -175,6 +178,8 @@ class Completion(FrozenRecord):
     """[T, k]: the tokens that were likeliest to be drawn, if `SamplingParams.alternatives` is k > 0."""
     alternative_logp: NDArray[np.float32] | None = None
     """[T, k]: their log-probs under the sampling distribution, as `logp` has them; -inf where fewer could be drawn."""
+    routes: TokenRoutes | None = None
+    """The experts that prompt and answer went through, if `SamplingParams.routes_start` asks for them."""
 
     def __post_init__(self) -> None:
         columns: dict[str, Any] = {}
@@ -285,6 +290,8 @@ class Turn(FrozenRecord):
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", read_only_array(self.prompt, np.int32, "Turn.prompt"))
         tokens = len(self.prompt)
+        if self.completion.routes is not None:
+            self.completion.routes.check_length(max(tokens + len(self.completion.ids) - 1, 0))
         if not 0 <= self.opened <= tokens:
             raise ValueError(
                 f"Turn.opened must be from 0 to the {tokens} tokens of the prompt; {self.opened} was given."
@@ -390,6 +397,8 @@ class Sample(FrozenRecord):
     """[T, k] at each action token, the tokens that were likeliest to be drawn. None: they were not recorded."""
     alternative_logp: NDArray[np.float32] | None = None
     """[T, k]: their log-probs under the sampling distribution."""
+    routes: NDArray[Any] | None = None
+    """[T, L · k]: the experts of each token in the sampler, as `TokenRoutes.spread` has them. None: not recorded."""
 
     def __post_init__(self) -> None:
         for name, dtype in _SAMPLE_COLUMNS.items():
@@ -402,6 +411,9 @@ class Sample(FrozenRecord):
                 object.__setattr__(self, name, columns[name])
         if self.support is not None:
             columns["support"] = self.support
+        if self.routes is not None:
+            columns["routes"] = read_only_array(self.routes, self.routes.dtype.type, "Sample.routes", 2)
+            object.__setattr__(self, "routes", columns["routes"])
         check_same_length(f"The sample of rollout {self.rollout}", **columns)
 
     @property
@@ -410,6 +422,11 @@ class Sample(FrozenRecord):
         if not self.action.any():
             return None
         return 0 if self.alternative_ids is None else self.alternative_ids.shape[1]
+
+    @property
+    def route_format(self) -> tuple[int, str] | None:
+        """The number of experts that each token went through, and their dtype; None if they were not recorded."""
+        return None if self.routes is None else (self.routes.shape[1], self.routes.dtype.name)
 
 
 _SAMPLE_COLUMNS: dict[str, type[np.generic]] = {

@@ -30,6 +30,7 @@ from etude.batch.support_sets import SupportSets
 from etude.errors import BatchError, MissingColumnError
 from etude.records import Rollout, Sample
 from etude.support import Support
+from etude.token_routes import blank_routes
 
 _TOKEN, _TOKEN_K, _UNIT = ({"kind": kind} for kind in (ColumnKind.TOKEN, ColumnKind.TOKEN_K, ColumnKind.UNIT))
 
@@ -331,6 +332,7 @@ class Batch:
             [row.anchor is not None for row in ordered],
             rollouts,
             [row.num_alternatives for row in ordered],
+            [row.route_format for row in ordered],
         )
         form = own if form is None else form.check_part(own, rows=bool(ordered), rollouts=bool(rollouts))
         lengths = [len(row.ids) for row in ordered]
@@ -377,6 +379,7 @@ class Batch:
             anchor=flat("anchor", np.int64) if form.has_anchor else None,
             alternative_ids=_alternatives(ordered, "alternative_ids", form.alternatives, 0),
             alternative_logp=_alternatives(ordered, "alternative_logp", form.alternatives, -np.inf),
+            routes=_routes(ordered, form.route_format),
             greedy_reward=column((rollout.greedy_reward for rollout in rollouts), torch.float64)
             if form.has_greedy_reward
             else None,
@@ -428,6 +431,17 @@ def _alternatives(samples: Sequence[Sample], name: str, width: int | None, none:
     for sample in samples:
         unsampled = sample.num_alternatives is None
         columns.append(np.full((len(sample.ids), width), none, dtype) if unsampled else getattr(sample, name))
+    return torch.from_numpy(np.concatenate(columns))
+
+
+def _routes(samples: Sequence[Sample], route_format: tuple[int, str] | None) -> Tensor | None:
+    """Return the column of the experts that tokens went through, or None if no row has them. Others have none."""
+    if route_format is None:
+        return None
+    width, dtype = route_format[0], np.dtype(route_format[1])
+    columns = [np.empty((0, width), dtype)]
+    for sample in samples:
+        columns.append(blank_routes(len(sample.ids), width, dtype) if sample.routes is None else sample.routes)
     return torch.from_numpy(np.concatenate(columns))
 
 

@@ -27,6 +27,8 @@ class BatchSchema:
     """The number of alternatives that rows have for each token. None: no row has a sampled token."""
     source_names: tuple[str, ...] = ("",)
     """The data sources of the rollouts."""
+    route_format: tuple[int, str] | None = None
+    """The number of experts that each token went through, and their dtype. None: no row has routes."""
 
     @classmethod
     def from_records(
@@ -35,10 +37,12 @@ class BatchSchema:
         anchored: Sequence[bool],
         rollouts: Sequence[Rollout],
         alternatives: Sequence[int | None] = (),
+        route_formats: Sequence[tuple[int, str] | None] = (),
     ) -> BatchSchema:
         """Return the schema of rows of these models, each with an anchor or without; refuse inconsistent records.
 
         alternatives: of each row, the number of alternatives to each of its tokens; None without a sampled token.
+        route_formats: of each row, `Sample.route_format`.
         """
         names = sorted(set(models)) or ["policy"]
         if len(names) > 1:
@@ -59,11 +63,13 @@ class BatchSchema:
             _column_names(rollouts),
             _one_width(alternatives),
             tuple(sorted({rollout.source for rollout in rollouts})),
+            _one_route_format(route_formats),
         )
 
     def check_part(self, part: BatchSchema, *, rows: bool, rollouts: bool) -> BatchSchema:
         """Return this schema for a part that has rows, rollouts or neither; refuse a part of another batch."""
         same_rows = self._of_rows() == part._of_rows() and part.alternatives in (None, self.alternatives)
+        same_rows &= part.route_format in (None, self.route_format)
         same_rollouts = self._of_rollouts() == part._of_rollouts()
         same_rollouts &= set(part.source_names) <= set(self.source_names)
         if (rows and not same_rows) or (rollouts and not same_rollouts):
@@ -88,6 +94,18 @@ def _one_width(alternatives: Sequence[int | None]) -> int | None:
             "as many: sample all of them with the same `correction.alternatives`."
         )
     return widths[0] if widths else None
+
+
+def _one_route_format(formats: Sequence[tuple[int, str] | None]) -> tuple[int, str] | None:
+    """Return the form of the routes that rows have; a row may have none. Refuse rows whose routes differ in it."""
+    found = sorted({each for each in formats if each is not None})
+    if len(found) > 1:
+        (width, dtype), (other, other_dtype) = found[:2]
+        raise BatchError(
+            f"Some rows have routes of {width} experts a token ({dtype}), others of {other} ({other_dtype}): different "
+            "models sampled them. Train on the rollouts of one model, or set `train.router_replay=none`."
+        )
+    return found[0] if found else None
 
 
 def _column_names(rollouts: Sequence[Rollout]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from etude.records import Completion, Sample, Turn
 from etude.support import Support
+from etude.token_routes import blank_routes
 
 
 def build_samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = ()) -> list[Sample]:
@@ -33,11 +34,13 @@ def build_samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = (
     order of time, by which credit is assigned.
     """
     rows: list[_SampleBuilder] = []
-    for turn, observation_start in zip(turns, find_observation_starts(turns), strict=True):
+    all_routes = _find_routes(turns)
+    for turn, observation_start, routes in zip(turns, find_observation_starts(turns), all_routes, strict=True):
         if not tags or set(tags) & set(turn.tags):
             if not rows or not rows[-1].is_continued_by(turn):
                 rows.append(_SampleBuilder(turn.model))
             rows[-1].add(turn, observation_start)
+            rows[-1].routes = routes
         if turn.reward is not None:
             row_with_action = next((row for row in reversed(rows) if row.last_action >= 0), None)
             if row_with_action is not None:
@@ -86,6 +89,27 @@ def find_observation_starts(turns: Sequence[Turn]) -> list[int]:
         ]
         earlier_contexts.sort(key=lambda context: -len(context[0]))
     return starts
+
+
+def _find_routes(turns: Sequence[Turn]) -> list[NDArray[Any] | None]:
+    """Return for each turn the experts of all tokens of its prompt and answer; None if neither it nor an earlier turn
+    that it continues has them.
+
+    A turn has those of the tokens that its engine computed anew. The others are in the turn that it continues.
+    """
+    if all(turn.completion.routes is None for turn in turns):
+        return [None] * len(turns)
+    found: list[NDArray[Any] | None] = []
+    for turn, parent in zip(turns, find_parents(turns), strict=True):
+        before = None if parent is None else found[parent]
+        tokens = len(turn.prompt) + len(turn.completion.ids)
+        if turn.completion.routes is not None:
+            before = turn.completion.routes.spread(tokens, before)
+        elif before is not None:
+            added = blank_routes(tokens - len(before), before.shape[1], before.dtype)
+            before = np.concatenate([before, added])
+        found.append(before)
+    return found
 
 
 def _common_prefix_length(one: NDArray[np.int32], other: NDArray[np.int32], least: int) -> int:
@@ -150,6 +174,7 @@ class _SampleBuilder:
     observed: list[tuple[int, int]] = field(default_factory=list)
     supports: list[Support | int] = field(default_factory=list)  # of each segment: its sets, or its length
     alternatives: list[tuple[int, Completion]] = field(default_factory=list)  # each answer, and where it begins
+    routes: NDArray[Any] | None = None  # the experts of each token, known with its last turn
 
     def is_continued_by(self, turn: Turn) -> bool:
         """Return True if a turn's prompt begins with this whole row."""
@@ -203,6 +228,7 @@ class _SampleBuilder:
             anchor=anchor,
             observation=self._observation_mask(),
             support=Support.concat(self.supports),
+            routes=self.routes,
             **self._alternative_columns(),
         )
 

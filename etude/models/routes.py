@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from etude.errors import BatchError
 from etude.models.experts import is_experts
+from etude.token_routes import MAX_BYTE_EXPERTS, NO_EXPERT
 
 ROUTER_NAMES = ("gate", "router")
 """The names of the router beside the experts of a mixture."""
@@ -51,12 +52,12 @@ class RouteShape:
     @property
     def dtype(self) -> torch.dtype:
         """The smallest dtype that has every expert, and one more number for none."""
-        return torch.uint8 if self.experts <= 255 else torch.int16
+        return torch.uint8 if self.experts <= MAX_BYTE_EXPERTS else torch.int16
 
     @property
     def none(self) -> int:
         """The number that stands for no choice: the router then chooses itself."""
-        return 255 if self.dtype == torch.uint8 else -1
+        return NO_EXPERT[str(self.dtype).removeprefix("torch.")]
 
     def blank(self, tokens: int, device: torch.device | None = None) -> Tensor:
         """[T, L · k]: return the routes of tokens without choices."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from etude.errors import ConfigError
 from etude.models import EngineModel, Model
+from etude.models.routes import RouteShape
 from etude.observe import Last, Metrics, Min
 from etude.rollout.batch_invariance import (
     UNPADDED_SHAPES,
@@ -24,6 +26,7 @@ from etude.rollout.block_pool import BlockPool, KeptStates
 from etude.rollout.config import TorchEngineConfig
 from etude.rollout.engine_thread import return_unused_memory, to_engine_error
 from etude.rollout.kv_cache import count_blocks, count_slots
+from etude.rollout.request import Request
 from etude.rollout.sampling import sample_tokens
 from etude.rollout.scheduler import Scheduler, SchedulerStats
 from etude.rollout.slot_state import SlotState
@@ -32,13 +35,18 @@ from etude.rollout.step_batch import EngineCaches, StepBatch
 from etude.rollout.step_graphs import create_launcher
 from etude.rollout.step_kernels import make_kernels
 from etude.rollout.step_pipeline import DrawnTokens, StepPipeline
+from etude.token_routes import TokenRoutes
 
 
 class EngineSteps:
     """The steps of one engine. Only its thread uses them."""
 
-    def __init__(self, model: Model, config: TorchEngineConfig, *, version: int) -> None:
+    def __init__(
+        self, model: Model, config: TorchEngineConfig, *, version: int, routes: RouteShape | None = None
+    ) -> None:
+        """routes: the size of the choices of experts to keep; None keeps none."""
         self._model = model
+        self._routes = routes
         self._config = config
         self._num_blocks = count_blocks(model, config)
         self._has_static = has_static_steps(model, config)
@@ -114,6 +122,22 @@ class EngineSteps:
             )
             yield DrawnTokens(part, sampled)
 
+    def read_routes(self, request: Request) -> TokenRoutes | None:
+        """Return the experts of a running request's tokens, from where it asks for them; None if it does not."""
+        start = request.sampling.routes_start
+        if start is None or self._routes is None or self.cache is None or self.cache.routes is None:
+            return None
+        if not request.generated:
+            return None
+        shape, last = self._routes, request.length - 1  # the newest token is not computed
+        positions = np.arange(min(start, last), min(request.computed, last))
+        size = self._config.block_size
+        places = np.array(request.blocks, np.int64)[positions // size] * size + positions % size
+        routes = shape.blank(last - min(start, last))
+        kept = self.cache.routes.index_select(0, torch.from_numpy(places).to(self.cache.routes.device))
+        routes[: len(places)] = kept.cpu()
+        return TokenRoutes(routes.view(-1, shape.mixtures, shape.per_token).numpy(), min(start, last))
+
     # -- its memory ---------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
@@ -179,6 +203,7 @@ class EngineSteps:
                 blocks=self._num_blocks + self._has_static,  # one for rows without a request
                 size=self._config.block_size,
                 max_num_seqs=self._config.max_num_seqs,
+                routes=self._routes,
             )
         except RuntimeError as error:
             raise to_engine_error(error, self._config) from error

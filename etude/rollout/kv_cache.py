@@ -104,6 +104,22 @@ class AttentionBatch:
         return self.masks[window]
 
 
+@dataclass(frozen=True, eq=False)
+class ComputedRows:
+    """The rows of a pass that are kept, and where."""
+
+    places: Tensor
+    """[N] on the CPU: the places of the tokens in the blocks."""
+    tokens: int
+    """The number of real rows of the pass, which come first."""
+    source: Tensor | None
+    """[N]: the row of each place; None for all real rows in order."""
+
+    def select(self, rows: Tensor) -> Tensor:
+        """[P, …] → [N, …]: return the row of each place."""
+        return rows[: self.tokens] if self.source is None else rows.index_select(0, self.source)
+
+
 @dataclass(frozen=True)
 class _Scoring:
     """The options by which the scores of an attention call become weights; see `AttentionFn`."""
@@ -140,8 +156,9 @@ class ForwardBatch:
         computing = [work.duplicate_of or work for work in self.sampled]
         last = [row_of[id(work)] + work.stop - work.start - 1 for work in computing]
         self.last_rows = self._to(np.array(last + [0] * (-len(last) % shapes.rows.multiple), dtype=np.int64))
-        self._source: Tensor | None = None
-        self._write = self._write_slots(np.repeat(slot, stop - start), positions, row_of, table)
+        self.computed = self._computed_rows(np.repeat(slot, stop - start), positions, row_of, table)
+        addresses = self.computed.places[:, None] + cache.head_tokens
+        self._write = addresses.reshape(-1).to(cache.device)
         chunks = split_into_chunks(first, start, stop, slot, shapes.attention.chunk_tokens(cache.queries_per_kv_head))
         sizes = {"size": cache.size, "block_bytes": cache.block_bytes, "heads": cache.heads * cache.queries_per_kv_head}
         limits = GPU_LIMITS if cache.device.type == "cuda" else CPU_LIMITS
@@ -149,15 +166,14 @@ class ForwardBatch:
         groups = group_chunks(chunks, table, allow_prefix_groups=allows, limits=limits, **sizes)
         self._batches = [self._batch(group, table) for group in groups]
 
-    def _write_slots(
+    def _computed_rows(
         self,
         slots: NDArray[np.int64],
         positions: NDArray[np.int64],
         row_of: dict[int, int],
         table: NDArray[np.int64],
-    ) -> Tensor:
-        """Return the addresses of each (token, head). A duplicate's last, partial block gets a copy of the same
-        keys."""
+    ) -> ComputedRows:
+        """Return the places of all tokens. A duplicate's last, partial block gets a copy of the same keys."""
         size = self.cache.size
         source = [np.arange(self.tokens)]
         for work in self.sampled:
@@ -166,10 +182,9 @@ class ForwardBatch:
                 source.append(tail + row_of[id(work.duplicate_of)] - work.duplicate_of.start)
                 slots = np.concatenate([slots, np.full(len(tail), work.request.slot)])
                 positions = np.concatenate([positions, tail])
-        if len(slots) > self.tokens:
-            self._source = self._to(np.concatenate(source))
-        address = torch.from_numpy(table[slots, positions // size] * size + positions % size)
-        return (address[:, None] + self.cache.head_tokens).reshape(-1).to(self.cache.device)
+        places = torch.from_numpy(table[slots, positions // size] * size + positions % size)
+        copied = len(slots) > self.tokens
+        return ComputedRows(places, self.tokens, self._to(np.concatenate(source)) if copied else None)
 
     def _batch(self, group: AttentionGroup, table: NDArray[np.int64]) -> AttentionBatch:
         cache, chunks = self.cache, group.chunks
@@ -211,8 +226,7 @@ class ForwardBatch:
         cache, scoring = self.cache, _Scoring(scale, window, softcap, sinks)
         memory = cache.memory[cache.row_of_layer[layer]]
         for half, new in enumerate((k, v)):
-            new = new[: self.tokens] if self._source is None else new.index_select(0, self._source)
-            memory[half].index_copy_(0, self._write, new.reshape(-1, cache.width))
+            memory[half].index_copy_(0, self._write, self.computed.select(new).reshape(-1, cache.width))
         blocks = memory.view(2 * cache.heads * cache.blocks, cache.size * cache.width)
         if len(self._batches) == 1 and self.tokens == len(q) and isinstance(self._batches[0].rows, slice):
             return self._attend(self._batches[0], q, blocks, scoring)

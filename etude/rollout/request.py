@@ -16,6 +16,7 @@ from etude.records import Completion, SamplingParams
 from etude.rollout.block_pool import NO_SLOT, ROOT
 from etude.rollout.sampling import DrawnToken, Likeliest, SamplingState
 from etude.support import Support
+from etude.token_routes import TokenRoutes
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -149,8 +150,8 @@ class Request:
             self._emit_delta(None)
         return finish_reason
 
-    def finish(self, reason: str) -> None:
-        """Set the completion as the result."""
+    def finish(self, reason: str, routes: TokenRoutes | None = None) -> None:
+        """Set the completion as the result. routes: the experts of its tokens, if it asks for them."""
         if self._stream is not None and not self._stops.stopped:
             self._add_text(self._stream.finish())
             self._text += self._stops.finish()
@@ -171,6 +172,7 @@ class Request:
             support=Support.build([drawn.allowed for drawn in self._drawn]),
             alternative_ids=alternative_ids,
             alternative_logp=alternative_logp,
+            routes=routes,
         )
         self._emit_delta(completion)
         self.future.set_result(completion)
@@ -224,11 +226,18 @@ def check_request(
     context_length: int,
     cache_tokens: int,
     keeps_versions: bool = False,
+    keeps_routes: bool = False,
 ) -> None:
     """Refuse, in a sentence, a request that does not fit the vocabulary, the context or the cache (in tokens).
 
-    keeps_versions: the engine has an adapter for each version that a request may name.
+    keeps_versions: the engine has an adapter for each version that a request may name. keeps_routes: it has the experts
+    of each token.
     """
+    if sampling.routes_start is not None and not keeps_routes:
+        raise DataError(
+            "The experts of each token were asked for (`routes_start`), and this engine does not record them. Only an "
+            "embedded engine that was made with `records_routes=True` does."
+        )
     if sampling.version is not None and not keeps_versions:
         raise DataError(
             f"Policy version {sampling.version} was asked for, and this engine has its newest weights only. Only "

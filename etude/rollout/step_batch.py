@@ -1,5 +1,8 @@
 """The memory of an embedded engine, and one pass over the work of a step.
 
+The experts that a token went through are kept beside its keys and values, if a trainer replays them. So they are found
+again wherever these are: in blocks that requests share, and after a preemption that left the blocks in place.
+
 Layers with heads of one shape share a `KVCache`. All caches have the same blocks, so one block table serves them.
 Recurrent layers have a state in each slot. A pass over them is a small forest: each request's tokens begin with the
 state of a slot, and leave theirs in its own. Requests with the same context get the state of the one that computes it.
@@ -18,6 +21,7 @@ from torch import Tensor
 from etude.models import Model
 from etude.models.experts import pad_expert_rows
 from etude.models.mixers import Mixer
+from etude.models.routes import Routes, RouteShape, use_routes
 from etude.models.states import Recurrence, Rows, SlotMemory, StateTree
 from etude.rollout.batch_invariance import ProductShapes
 from etude.rollout.block_pool import NO_SLOT
@@ -28,7 +32,13 @@ from etude.rollout.scheduler import ScheduledWork
 class EngineCaches:
     """All that an engine keeps of its requests' tokens: keys and values in blocks, and states in slots."""
 
-    def __init__(self, model: Model, *, blocks: int, size: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, model: Model, *, blocks: int, size: int, max_num_seqs: int, routes: RouteShape | None = None
+    ) -> None:
+        """routes: the size of the choices of experts to keep; None keeps none."""
+        self.route_shape = routes
+        self.routes = None if routes is None else routes.blank(blocks * size, model.device)
+        """[block · position, L · k]: the experts of each token whose keys and values are in the blocks."""
         shapes = dict.fromkeys(shape for shape in model.attention_shapes if shape is not None)
         self.kv = [KVCache(model, shape, blocks=blocks, size=size) for shape in shapes]
         self.has_states = model.state_bytes > 0
@@ -63,14 +73,21 @@ class StepBatch(Mixer):
         self.last_rows = batches[0].last_rows
         self._caches = caches
         self._row_multiple = shapes.rows.multiple
+        self._computed = batches[0].computed
         self._of_layer = {layer: batch for batch in batches for layer in batch.cache.row_of_layer}
         if caches.has_states:
             self._tree = _state_tree(works, len(self.ids), self.ids.device)
 
     def compute_hidden(self, model: Model) -> Tensor:
         """[P, H]: run the model's layers on the tokens of the step and their padding."""
-        with pad_expert_rows(self._row_multiple):
-            return model.hidden(self.ids, self.positions, self)
+        shape = self._caches.route_shape
+        routes = None if shape is None else Routes(shape)
+        with pad_expert_rows(self._row_multiple), use_routes(routes):
+            hidden = model.hidden(self.ids, self.positions, self)
+        if routes is not None and self._caches.routes is not None:
+            places = self._computed.places.to(self._caches.routes.device)
+            self._caches.routes.index_copy_(0, places, self._computed.select(routes.recorded()))
+        return hidden
 
     def __call__(
         self,

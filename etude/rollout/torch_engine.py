@@ -65,13 +65,16 @@ class TorchEngine:
         *,
         version: int = 0,
         merge: bool = False,
+        records_routes: bool = False,
     ) -> None:
         """merge: for a model with adapters, compute with a second copy of the weights, into which the adapters are
-        merged."""
+        merged. records_routes: keep the experts of each token, for requests that ask for them."""
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
-        self._steps = EngineSteps(model, config, version=version)
+        routes = model.control_routers("train.router_replay=r3") if records_routes else None
+        self._keeps_routes = records_routes
+        self._steps = EngineSteps(model, config, version=version, routes=routes)
         self._resident = EngineModel(model, merge=merge, prepack=config.prepack)
         self._commands = EngineCommands()
         self._paused = False
@@ -229,6 +232,7 @@ class TorchEngine:
             vocab_size=self.model.vocab_size,
             context_length=self.model.context_length,
             cache_tokens=self._steps.cache_tokens,
+            keeps_routes=self._keeps_routes,
         )
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("An engine without a tokenizer cannot look for stop strings: give stop_ids instead.")
@@ -327,8 +331,9 @@ class TorchEngine:
             try:
                 finish_reason = request.append_token(drawn, scheduler.version)
                 if finish_reason is not None:
+                    routes = self._steps.read_routes(request)
                     scheduler.finish(request)
-                    request.finish(finish_reason)
+                    request.finish(finish_reason, routes)
             except BaseException as error:
                 self._remove_failed(request, error)
 
@@ -356,9 +361,10 @@ class TorchEngine:
 
     def _abort(self) -> None:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
+            routes = self._steps.read_routes(request)
             self._scheduler.remove(request)
             try:
-                request.finish("abort")
+                request.finish("abort", routes)
             except BaseException as error:
                 self._remove_failed(request, error)
 

@@ -56,10 +56,10 @@ class TrainConfig(Config):
         False, description="on a GPU, keep the optimizer in the processor's memory, or let the engine sleep, in turns"
     )
 
-    router_replay: Literal["none", "r2"] = Field(
+    router_replay: Literal["none", "r2", "r3"] = Field(
         "none",
         description="experts of a mixture that passes over a batch choose; none: each pass chooses anew; r2: the pass "
-        "that computes log-probs before the updates chooses for them too",
+        "that computes log-probs before the updates chooses for them too; r3: the embedded engine has chosen for all",
     )
 
     def choose_engine(self, ranks: int) -> Literal["local", "fsdp"]:

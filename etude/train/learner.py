@@ -25,7 +25,7 @@ from etude.batch import COLUMNS as KINDS
 from etude.batch import Batch, ColumnKind, Pack
 from etude.checkpoint import Checkpoint, CheckpointManager, TensorTree, flat
 from etude.data.pack import pack_prefix_tree
-from etude.errors import ConfigError, TrainingError
+from etude.errors import BatchError, ConfigError, TrainingError
 from etude.models import Model
 from etude.observe import Last, Max, Mean, Metrics, Sum
 from etude.protocols import Gather, Split, dispatch_mode
@@ -293,9 +293,14 @@ class Learner:
             )
 
     def _check_routes(self, batch: Batch) -> None:
-        """Refuse routes of another model."""
+        """Refuse routes of another model, and rollouts without routes where the sampler's are replayed."""
         if self._routes is not None and batch.routes is not None:
             self._routes.check(batch.routes)
+        elif self._config.router_replay == "r3" and batch.num_rows:
+            raise BatchError(
+                f"`{self._option}.router_replay=r3` takes routes from the sampler, and none of these rollouts has "
+                f"them: they were sampled without this option. Sample again, or set `{self._option}.router_replay=r2`."
+            )
 
     def _blank_column(self, name: str, batch: Batch, dtype: torch.dtype) -> Tensor:
         """Return a column of the batch before anything is computed: NaN, or no routes."""

@@ -63,6 +63,19 @@ def test_rollouts_without_a_row_are_in_the_batch() -> None:
     assert batch.observation is not None and batch.observation.dtype == torch.bool
 
 
+def test_a_row_without_routes_has_none_beside_others() -> None:
+    routed = replace(sample(1, ".A"), routes=np.array([[0, 3], [1, 2]], np.uint8))
+    rows, rollouts = [sample(0, "A"), routed], [Rollout(i, 0, 0, 1.0) for i in range(3)]
+    batch = Batch.from_records(rows, rollouts)
+    assert batch.require("routes").tolist() == [[255, 255], [0, 3], [1, 2]] and batch.routes is not None
+    form = BatchSchema.from_records(["policy"] * 2, [False] * 2, rollouts, [0, 0], [row.route_format for row in rows])
+    assert Batch.from_records([], [], form).require("routes").shape == (0, 2), "a rank may have no row"
+    assert Batch.from_records(rows[:1], rollouts[:1]).routes is None
+    wider = replace(sample(2, "A"), routes=np.array([[0, 3, 1]], np.int16))
+    with pytest.raises(BatchError, match=r"routes of 2 experts a token \(uint8\), others of 3 \(int16\)"):
+        Batch.from_records([routed, wider], rollouts)
+
+
 def with_alternatives(row: Sample, width: int) -> Sample:
     ids = np.arange(len(row.ids) * width, dtype=np.int32).reshape(-1, width)
     return replace(row, alternative_ids=ids, alternative_logp=np.full(ids.shape, -1.5, np.float32))

@@ -14,6 +14,7 @@ from etude.batch import Batch
 from etude.data.samples import build_samples, find_parents
 from etude.errors import BatchError
 from etude.records import Completion, Rollout, Turn
+from etude.token_routes import TokenRoutes
 from tests.conformance.restated_turns import observed_tokens
 
 
@@ -89,6 +90,41 @@ def test_a_turn_continues_the_longest_conversation_that_its_prompt_begins_with()
     turns = [turn(index, *pair) for index, pair in enumerate(pairs)]
     assert find_parents(turns) == [None, 0, 0, None, 1]
     assert find_parents([turns[0], replace(turns[1], model="judge")]) == [None, None]
+
+
+def routed(turn: Turn, start: int, expert: int) -> Turn:
+    """Return a turn whose tokens went through this expert from `start` on, in one mixture."""
+    computed = len(turn.prompt) + len(turn.completion.ids) - 1
+    routes = TokenRoutes(np.full((computed - start, 1, 1), expert, np.uint8), start)
+    return replace(turn, completion=replace(turn.completion, routes=routes))
+
+
+def test_a_row_has_the_routes_of_the_turns_that_computed_its_tokens() -> None:
+    """Each token has those of the first turn that computed it. The last token of an answer waits for the next turn."""
+    first = routed(turn(0, [1, 2], [3, 4]), 0, 7)
+    second = routed(turn(1, [1, 2, 3, 4, 5], [6]), 3, 8)
+    (row,) = build_samples([first, second], 0)
+    assert row.routes is not None and row.routes[:, 0].tolist() == [7, 7, 7, 8, 8, 255]
+    whole = routed(turn(1, [1, 2, 3, 4, 5], [6]), 0, 8)
+    (row,) = build_samples([first, whole], 0)
+    assert row.routes is not None and row.routes[:, 0].tolist() == [7, 7, 7, 8, 8, 255]
+
+
+def test_a_row_that_begins_anew_has_the_routes_of_the_turn_that_it_continues() -> None:
+    """Two answers to one conversation are two rows. An answer without a record has none."""
+    first = routed(turn(0, [1, 2], [3, 4]), 0, 7)
+    others = [routed(turn(index, [1, 2, 3, 4, index], [9]), 3, index) for index in (5, 6)]
+    _, last = build_samples([first, *others], 0)
+    assert last.routes is not None and last.routes[:, 0].tolist() == [7, 7, 7, 6, 6, 255]
+    (row,) = build_samples([first, turn(1, [1, 2, 3, 4, 5], [6])], 0)
+    assert row.routes is not None and row.routes[:, 0].tolist() == [7, 7, 7, 255, 255, 255]
+
+
+def test_routes_that_do_not_reach_the_end_of_an_answer_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"are those of the tokens 0 to 2, .* have 3 tokens that were computed"):
+        whole = turn(0, [1], [2, 3, 4])
+        routes = TokenRoutes(np.zeros((2, 1, 1), np.uint8))
+        replace(whole, completion=replace(whole.completion, routes=routes))
 
 
 def test_no_turns_give_no_rows() -> None:

@@ -45,6 +45,7 @@ WORDS = frozenset(
         "observe",
         "running_time",
         "support",
+        "token_routes",
     }
 )
 INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "store", "checkpoint", "dispatch"})
@@ -62,9 +63,10 @@ ROOMS: dict[str, Room] = {
     "running_time": _room(0),
     "frozen_arrays": _room(0),
     "support": _room(0, "frozen_arrays"),
-    "records": _room(0, "frozen_arrays", "support"),
+    "token_routes": _room(0, "errors", "frozen_arrays"),
+    "records": _room(0, "frozen_arrays", "support", "token_routes"),
     "integrity": _room(0, "errors"),
-    "batch": _room(0, "records", "support", "errors"),
+    "batch": _room(0, "records", "support", "token_routes", "errors"),
     "protocols": _room(0, "records"),
     "config": _room(0, "lazy", "records", "errors"),
     "observe": _room(0, "lazy", "records", "errors", "integrity"),

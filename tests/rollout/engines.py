@@ -43,6 +43,7 @@ def engine_of(
     *,
     blocks: int | None = None,
     merge: bool = False,
+    records_routes: bool = False,
     **config: Any,
 ) -> Iterator[TorchEngine]:
     """Start an engine, closed afterwards. `blocks` sets its memory by the number of its blocks."""
@@ -52,7 +53,8 @@ def engine_of(
         held = model.kv_values_per_token * size * model.dtype.itemsize
         states = model.state_bytes * count_slots(config.get("max_num_seqs", TorchEngineConfig().max_num_seqs))
         config["kv_gib"] = ((blocks + 0.5) * held + states) / 2**30
-    engine = TorchEngine(model, tokenizer, TorchEngineConfig(**{"kv_gib": 0.01, **config}), merge=merge)
+    options = TorchEngineConfig(**{"kv_gib": 0.01, **config})
+    engine = TorchEngine(model, tokenizer, options, merge=merge, records_routes=records_routes)
     try:
         yield engine
     finally:

@@ -45,6 +45,7 @@ from etude.store.http.background_thread import BackgroundThread
 from etude.store.journal.states import LIVE, Status
 from etude.store.queue.keys import Keyring, keys_from_headers
 from etude.store.queue.rollout_queue import AttemptId, RolloutQuery, RolloutQueue
+from etude.token_routes import find_routes_start
 
 SWEEP_S, UNNOTIFIED_SWEEP_S = 15.0, 2.0
 """Seconds between two sweeps for ended attempts: if a store reports them, and if none does."""
@@ -242,6 +243,7 @@ class ModelEndpoint:
         grammar = await session.build_grammar(request, prompt, held=self._holds_grammars, strict=self.config.strict)
         if grammar.text is not None:
             sampling = replace(sampling, grammar=grammar.text, support=sampling.support or session.use != "val")
+        sampling = replace(sampling, routes_start=find_routes_start(sampling.routes_start, prompt.known))
         ignored = (*ignored, *grammar.ignored)
         self._log_ignored(ignored)
         id = f"{dialect.prefix}{attempt_id.rollout}-{attempt_id.attempt}-{self._process}-{next(self._calls)}"

@@ -62,6 +62,8 @@ class Prompt:
     """For a call that continues: the number of tokens from the first to the last that a new rendering would change."""
     observed: int | None = None
     """The number of ids at the end that were added after the model's last answer; None if the ids show it."""
+    known: int = 0
+    """The number of ids at the beginning that are an earlier prompt and its answer."""
 
     @cached_property
     def input_ids(self) -> Ids:
@@ -224,17 +226,16 @@ class AttemptSession:
     def _match_history(self, ids: Ids, prefill_ids: Ids = NO_IDS) -> Prompt:
         """Return a prompt, and note if it begins with an earlier prompt and its answer."""
         digest = blake2b(digest_size=16)
-        hashed = 0
-        continued = False
+        hashed = known = 0
         input_ids = np.concatenate([ids, prefill_ids])
         data = input_ids.tobytes()
         for length in sorted({length for length in self._known_prefixes.values() if length <= len(input_ids)}):
             digest.update(data[hashed * input_ids.itemsize : length * input_ids.itemsize])
             hashed = length
-            continued = continued or self._known_prefixes.get(digest.digest()) is not None
+            known = length if self._known_prefixes.get(digest.digest()) is not None else known
         digest.update(data[hashed * input_ids.itemsize :])
         hash = int.from_bytes(digest.digest()[:8], "little") >> 1
-        return Prompt(ids, prefill_ids, hash, "continued" if continued else "begun")
+        return Prompt(ids, prefill_ids, hash, "continued" if known else "begun", known=known)
 
 
 def _build_prefill(chat: ChatRenderer, prompt: Ids, request: ModelRequest) -> Ids:

@@ -115,7 +115,7 @@ class TurnRecorder:
                 np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "logp", "version")
             )
             support = Support.concat([chunk.support or len(chunk.ids) for chunk in chunks])
-            alternatives = {
+            alternatives: dict[str, Any] = {
                 name: np.concatenate([getattr(chunk, name) for chunk in chunks if len(chunk.ids)])
                 for name in ("alternative_ids", "alternative_logp")
                 if all(getattr(chunk, name) is not None for chunk in chunks if len(chunk.ids))

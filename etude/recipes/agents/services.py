@@ -115,7 +115,7 @@ def agent_services(
             chat,
             engine,
             max_total_tokens,
-            train=run.sampling.training_params(alternatives=run.correction.recorded_alternatives),
+            train=run.training_params(),
             val=val,
             seed=run.seed,
             config=config,

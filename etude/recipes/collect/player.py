@@ -9,11 +9,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from etude.protocols import Ids, TokenGenerator
 from etude.recipes.collect.episodes import ENVIRONMENT_PART, Episode, EpisodeEndedError, EpisodePlayer
 from etude.recipes.collect.rollouts import PlayedRollout
 from etude.records import Completion, Outcome, SamplingParams, Task, Turn
 from etude.rewards import Judge, Verdict
+from etude.token_routes import find_routes_start
 
 ANSWER_PART = "answer"
 """The part of a reward that the reward function gives as a bare number, where an environment gives rewards too."""
@@ -167,10 +170,13 @@ class EnginePlayer:
         """Make one attempt: sample, then judge. Errors of the attempt are outcomes; errors of the engine are raised."""
         times: list[tuple[float, float]] = []
         version: int | None = None
+        routed = np.empty(0, np.int32)  # prompt and answer of the last turn, whose experts are recorded
 
         async def ask(prompt: Ids, turn: int, room: int) -> Completion:
-            nonlocal version
+            nonlocal version, routed
             began = 0.0
+            known = len(routed) if np.array_equal(prompt[: len(routed)], routed) else 0
+            routes_start = find_routes_start(sampling.routes_start, known)
 
             def on_start() -> None:
                 nonlocal began
@@ -181,10 +187,14 @@ class EnginePlayer:
                     if version is None and self._newest_version is not None:
                         version = self._newest_version()
                     most = min(sampling.max_tokens, room)
-                    params = replace(sampling, seed=seeds(turn), max_tokens=most, version=version)
+                    params = replace(
+                        sampling, seed=seeds(turn), max_tokens=most, version=version, routes_start=routes_start
+                    )
                     on_start()  # an engine may not say when it begins
                     completion = await self._engine.generate(prompt, params, on_start=on_start)
                     times.append((began, time.time()))
+                    if completion.routes is not None:
+                        routed = np.concatenate([prompt, completion.ids])
                     return completion
             except TimeoutError as error:
                 message = f"No answer within `collect.timeout` = {self._timeout:g} seconds."

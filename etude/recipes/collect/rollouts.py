@@ -107,6 +107,8 @@ class ScoredRollout:
     """Of each sequence, whether it names states."""
     alternatives: tuple[int | None, ...]
     """Of each sequence, the number of alternatives to each token; None if the model wrote none of them."""
+    route_formats: tuple[tuple[int, str] | None, ...]
+    """Of each sequence, the form of its routes; see `Sample.route_format`."""
     tokens: int
     """Number of tokens of all sequences."""
     first_action: int
@@ -153,6 +155,7 @@ class ScoredRollout:
             models=tuple(sample.model for sample in samples),
             has_anchor=tuple(sample.anchor is not None for sample in samples),
             alternatives=tuple(sample.num_alternatives for sample in samples),
+            route_formats=tuple(sample.route_format for sample in samples),
             tokens=sum(lengths),
             first_action=sum(lengths) if first_spoken is None else sum(lengths[:first_spoken]) + first[first_spoken],
             prompt_tokens=first[0] if first else 0,

@@ -52,13 +52,16 @@ class SamplingConfig(SamplingBase):
             seed=seed,
         )
 
-    def training_params(self, seed: int | None = None, *, alternatives: int = 0) -> SamplingParams:
+    def training_params(
+        self, seed: int | None = None, *, alternatives: int = 0, routes: bool = False
+    ) -> SamplingParams:
         """Return the parameters of requests whose answers are trained on: they report what could be drawn.
 
-        alternatives: the number of likeliest tokens to record at each place.
+        alternatives: the number of likeliest tokens to record at each place. routes: record the experts of each token.
         """
         params = self.params(seed)
-        return replace(params, support=params.excludes_tokens, alternatives=alternatives)
+        start = 0 if routes else None
+        return replace(params, support=params.excludes_tokens, alternatives=alternatives, routes_start=start)
 
 
 class EvaluationSampling(SamplingBase):

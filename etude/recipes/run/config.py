@@ -39,6 +39,7 @@ from etude.recipes.run.roles import (
     TEACHER_COLUMNS,
     model_rewards,
 )
+from etude.records import SamplingParams
 from etude.rewards import REWARDS, JudgingConfig, RewardFunction
 from etude.rollout import ENGINES, RolloutConfig, ServerConfig, TorchEngineConfig
 from etude.train import TrainConfig
@@ -246,6 +247,16 @@ class Run(Recipe, AlgorithmConfig):
             "reward": self.uses_reward_model,
         }
         return frozenset(role for role, is_there in present.items() if is_there)
+
+    @property
+    def records_routes(self) -> bool:
+        """True if the engine records the experts of each token, for the trainer to replay."""
+        return self.train.router_replay == "r3"
+
+    def training_params(self, seed: int | None = None) -> SamplingParams:
+        """Return the parameters of requests whose answers are trained on."""
+        alternatives = self.correction.recorded_alternatives
+        return self.sampling.training_params(seed, alternatives=alternatives, routes=self.records_routes)
 
     def model_columns(self) -> frozenset[str]:
         """Return the columns that the policy and the auxiliary models compute before a step's estimates.

@@ -219,7 +219,7 @@ def serve_run(
             enable_sleep=sleeps,
             plugin_path=plugin_directory,
             adapters=adapters,
-            recording=Recording.of(run.sampling.training_params(alternatives=run.correction.recorded_alternatives)),
+            recording=Recording.of(run.training_params()),
             console=console,
         ) as served:
             base, kept = (None, KEPT) if adapters is None else (first, adapters.held)

@@ -5,7 +5,7 @@ completion lacks takes no bytes:
 
     prompt int32 [P] · ids int32 [T] · logp float32 [T] · version int32 [T]
     · raw_logp float32 [T] · top_ids int32 [T, k] · top_logp float32 [T, k]
-    · support · alternatives
+    · support · alternatives · routes
 
 The sets of tokens that could be drawn (`etude.support`) are S and N, then the arrays of their table:
 
@@ -14,6 +14,9 @@ The sets of tokens that could be drawn (`etude.support`) are S and N, then the a
 A journal stores large sets once, apart from the payloads (`large_sets`).
 
 The alternatives to a token are their number K, then alternative_ids int32 [T, K] · alternative_logp float32 [T, K].
+
+The routes of tokens (`etude.token_routes`) are their start, N, L, k and the bytes b of a choice, then experts uint8 or
+int16 [N, L, k].
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from numpy.typing import NDArray
 from etude.errors import StoreError
 from etude.records import Turn
 from etude.support import Support
+from etude.token_routes import TokenRoutes
 
 _HEADER = struct.Struct("<QQQB")
 """P, T, k, and the optional arrays present, as the sum of `_OPTIONAL`'s bits."""
@@ -37,6 +41,11 @@ _SUPPORT = 16
 """The bit of the flags that says that a support follows."""
 _ALTERNATIVES = 32
 """The bit of the flags that says that alternatives follow."""
+_ROUTES = 64
+"""The bit of the flags that says that routes follow."""
+_ROUTES_HEADER = struct.Struct("<QQQQB")
+"""The start, N, L, k and b."""
+_ROUTE_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<i2")}
 _ALTERNATIVES_HEADER = struct.Struct("<Q")
 """K."""
 _SUPPORT_HEADER = struct.Struct("<QQ")
@@ -82,6 +91,7 @@ def pack_turn(turn: Turn) -> bytes:
     support = completion.support
     flags += 0 if support is None else _SUPPORT
     flags += 0 if completion.alternative_ids is None else _ALTERNATIVES
+    flags += 0 if completion.routes is None else _ROUTES
     header = _HEADER.pack(len(turn.prompt), len(completion.ids), max(widths, default=0), flags)
     columns = (turn.prompt, completion.ids, completion.logp, completion.version, *optional.values())
     parts = [header, *(_bytes(column) for column in columns if column is not None)]
@@ -91,6 +101,10 @@ def pack_turn(turn: Turn) -> bytes:
     if completion.alternative_ids is not None and completion.alternative_logp is not None:
         parts.append(_ALTERNATIVES_HEADER.pack(completion.alternative_ids.shape[1]))
         parts += [_bytes(completion.alternative_ids), _bytes(completion.alternative_logp)]
+    if completion.routes is not None:
+        experts = completion.routes.experts
+        parts.append(_ROUTES_HEADER.pack(completion.routes.start, *experts.shape, experts.itemsize))
+        parts.append(_bytes(experts))
     return b"".join(parts)
 
 
@@ -155,19 +169,34 @@ def unpack_turn(payload: bytes) -> tuple[NDArray[np.int32], dict[str, Any]]:
         columns["support"] = Support(packed.index, packed.kind, offsets, packed.data)
         at = packed.end
     if flags & _ALTERNATIVES:
-        columns |= _unpack_alternatives(payload, at, tokens)
+        alternatives, at = _unpack_alternatives(payload, at, tokens)
+        columns |= alternatives
+    if flags & _ROUTES:
+        columns["routes"] = _unpack_routes(payload, at)
     return columns.pop("prompt"), columns
 
 
-def _unpack_alternatives(payload: bytes, at: int, tokens: int) -> dict[str, NDArray[Any]]:
-    """Return the columns of alternatives that begin at this byte."""
+def _unpack_alternatives(payload: bytes, at: int, tokens: int) -> tuple[dict[str, NDArray[Any]], int]:
+    """Return the columns of alternatives that begin at this byte, and the byte at which they end."""
     if at + _ALTERNATIVES_HEADER.size > len(payload):
         raise StoreError("The payload of a turn ends before its alternatives: it is truncated or overwritten.")
     (width,) = _ALTERNATIVES_HEADER.unpack_from(payload, at)
     at += _ALTERNATIVES_HEADER.size
     ids = _read_array(payload, at, "alternative_ids", _INT, tokens * width).reshape(tokens, width)
     logp = _read_array(payload, at + ids.nbytes, "alternative_logp", _FLOAT, tokens * width).reshape(tokens, width)
-    return {"alternative_ids": ids, "alternative_logp": logp}
+    return {"alternative_ids": ids, "alternative_logp": logp}, at + ids.nbytes + logp.nbytes
+
+
+def _unpack_routes(payload: bytes, at: int) -> TokenRoutes:
+    """Return the routes that begin at this byte."""
+    if at + _ROUTES_HEADER.size > len(payload):
+        raise StoreError("The payload of a turn ends before its routes: it is truncated or overwritten.")
+    start, tokens, mixtures, per_token, size = _ROUTES_HEADER.unpack_from(payload, at)
+    if size not in _ROUTE_DTYPES:
+        raise StoreError(f"The routes of a turn have choices of {size} bytes, not 1 or 2: its payload is overwritten.")
+    shape = (tokens, mixtures, per_token)
+    experts = _read_array(payload, at + _ROUTES_HEADER.size, "routes", _ROUTE_DTYPES[size], int(np.prod(shape)))
+    return TokenRoutes(experts.reshape(shape), start)
 
 
 def _read_support(payload: bytes, begin: int, tokens: int) -> PackedSupport:

@@ -213,8 +213,8 @@ class _DryRun(DryRun[Run]):
                 prepacked = _prepacked_weights(engine) if options.prepack and not real else []
         with self.setting.fake_device, torch.no_grad(), engine.activate():
             with tracker.labeled_as("kv"):
-                sizes = {"size": options.block_size, "max_num_seqs": options.max_num_seqs}
-                caches = EngineCaches(model, blocks=blocks, **sizes)
+                size, max_num_seqs = options.block_size, options.max_num_seqs
+                caches = EngineCaches(model, blocks=blocks, size=size, max_num_seqs=max_num_seqs)
             shapes = USUAL_SHAPES if options.deterministic and model.dtype == torch.float32 else UNPADDED_SHAPES
             with tracker.phase("sampling"), tracker.labeled_as("activations", logits_labeler(engine.model)):
                 params = run.sampling.params(0)

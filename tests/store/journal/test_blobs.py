@@ -19,6 +19,7 @@ from etude.records import Completion, Outcome, Turn
 from etude.store import AttemptEnded, AttemptStarted, TurnRecorded, TurnShape, open_store
 from etude.store.journal.blobs import pack_turn, unpack_turn
 from etude.support import SetKind, Support
+from etude.token_routes import TokenRoutes
 from tests.store.made import group, turn
 
 numbers = st.integers(-(2**31), 2**31 - 1)
@@ -45,8 +46,24 @@ def turns(draw: st.DrawFn) -> Turn:
         top_ids=column(numbers, length, width) if draw(st.booleans()) else None,
         top_logp=column(floats, length, width) if draw(st.booleans()) else None,
         support=_sets_of(ids) if draw(st.booleans()) else None,
+        alternative_ids=(alternatives := column(numbers, length, width) if draw(st.booleans()) else None),
+        alternative_logp=None if alternatives is None else column(floats, length, width),
     )
-    return Turn(column(numbers, draw(st.integers(0, 4))), completion, 0)
+    prompt = column(numbers, draw(st.integers(0, 4)))
+    if draw(st.booleans()):
+        completion = replace(completion, routes=draw(routes(max(len(prompt) + length - 1, 0))))
+    return Turn(prompt, completion, 0)
+
+
+@st.composite
+def routes(draw: st.DrawFn, computed: int) -> TokenRoutes:
+    """Draw the experts of the last of so many tokens, of few experts or of many."""
+    start = draw(st.integers(0, computed))
+    shape = (computed - start, draw(st.integers(1, 3)), draw(st.integers(1, 2)))
+    most, dtype = draw(st.sampled_from([(255, np.uint8), (2**15 - 1, np.int16)]))
+    count = int(np.prod(shape))
+    experts = draw(st.lists(st.integers(0, most), min_size=count, max_size=count))
+    return TokenRoutes(np.array(experts, dtype).reshape(shape), start)
 
 
 def _sets_of(ids: np.ndarray) -> Support:
@@ -71,6 +88,11 @@ def test_arrays_come_back_to_the_last_bit(turn: Turn) -> None:
     if turn.completion.support is not None:
         for name in ("index", "kind", "offsets", "data"):
             np.testing.assert_array_equal(getattr(columns["support"], name), getattr(turn.completion.support, name))
+    original, read = turn.completion.routes, columns.get("routes")
+    assert (original is None) == (read is None)
+    if original is not None and read is not None:
+        assert read.start == original.start and read.experts.dtype == original.experts.dtype
+        np.testing.assert_array_equal(read.experts, original.experts)
 
 
 def test_the_layout_is_a_header_and_little_endian_columns() -> None:

@@ -173,7 +173,7 @@ class RolloutBuilder:
         players: Mapping[RolloutPurpose, tuple[EnginePlayer, SamplingParams]] = {
             "train": (
                 self._build_player(episodes),
-                run.sampling.training_params(alternatives=run.correction.recorded_alternatives),
+                run.training_params(),
             ),
             "val": (scoring, run.evaluate.sampling.fill_from(run.sampling).params()),
         }

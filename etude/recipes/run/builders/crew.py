@@ -113,4 +113,5 @@ class RankBuilder:
             shares = run.share_threads(torch.get_num_threads())
             config = config.model_copy(update={"threads": shares.engine})
             torch.set_num_threads(shares.trainer)
-        return TorchEngine(model, self.chat.tokenizer, config, merge=run.lora.publish == "merged")
+        merge = run.lora.publish == "merged"
+        return TorchEngine(model, self.chat.tokenizer, config, merge=merge, records_routes=run.records_routes)

@@ -66,7 +66,9 @@ class Learners(CheckpointedModels):
         models = [model for each in scored for model in each.models]
         has_anchor = [has_anchor for each in scored for has_anchor in each.has_anchor]
         alternatives = [count for each in scored for count in each.alternatives]
-        build = partial(_build_part, BatchSchema.from_records(models, has_anchor, rollouts, alternatives), version)
+        route_formats = [each_format for each in scored for each_format in each.route_formats]
+        schema = BatchSchema.from_records(models, has_anchor, rollouts, alternatives, route_formats)
+        build = partial(_build_part, schema, version)
         groups = np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1]
         meta = BatchMeta.from_lengths(
             np.array([each.tokens for each in scored], np.int64),

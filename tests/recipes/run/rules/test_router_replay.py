@@ -22,6 +22,13 @@ def test_replay_of_a_pass_that_is_not_made_is_refused(world: Path) -> None:
     assert "routes" in without_old.model_columns()
 
 
+def test_only_the_embedded_engine_is_replayed(world: Path) -> None:
+    replayed = {"train.router_replay": "r3"}
+    check_run(run_of(world, **replayed))
+    with pytest.raises(ConfigError, match=r"`train.router_replay=r3` .* from servers. Set `train.router_replay=r2`"):
+        check_run(run_of(world, rollout="vllm", **replayed))
+
+
 def test_a_critic_replays_nothing(world: Path) -> None:
     with pytest.raises(ConfigError, match=r"`critic.train.router_replay=r2` .* a critic has routers of its own"):
         check_run(run_of(world, advantage="gae", **{"critic.train.router_replay": "r2"}))
