@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from etude.errors import DataError
 from etude.frozen_arrays import FrozenRecord, read_only_array
 
 MAX_BYTE_EXPERTS = 255
@@ -37,10 +38,14 @@ class TokenRoutes(FrozenRecord):
             raise ValueError(f"TokenRoutes.experts must be {' or '.join(NO_EXPERT)}; {dtype.name} was given.")
         object.__setattr__(self, "experts", read_only_array(self.experts, dtype.type, "TokenRoutes.experts", 3))
 
+    def covers(self, computed: int) -> bool:
+        """Return true if these routes end with the last computed token. computed: the tokens but for the last one."""
+        return 0 <= self.start <= self.start + len(self.experts) == computed
+
     def check_length(self, computed: int) -> None:
-        """Refuse routes that do not end with the last computed token. computed: the tokens but for the last one."""
-        end = self.start + len(self.experts)
-        if not 0 <= self.start <= end == computed:
+        """Refuse routes that do not end with the last computed token; see `covers`."""
+        if not self.covers(computed):
+            end = self.start + len(self.experts)
             raise ValueError(
                 f"The routes of a turn are those of the tokens {self.start} to {end}, and its prompt and answer have "
                 f"{computed} tokens that were computed. Record the routes of all of them from the start on."
@@ -58,6 +63,47 @@ class TokenRoutes(FrozenRecord):
             known = before[:, 0] != NO_EXPERT[flat.dtype.name]
             routes[: len(before)][known] = before[known]
         return routes
+
+
+@dataclass(frozen=True)
+class ServedRoutes:
+    """The form of the routes that servers report, and the part of them that the trainer's model replays."""
+
+    layers: tuple[int, ...]
+    """The layers with experts."""
+    all_layers: int
+    """The number of all layers. Servers report numbers for each, which mean nothing for one without experts."""
+    per_token: int
+    experts: int
+    """The number of experts that a router chooses from."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest dtype that has every expert, and one more number for none."""
+        return np.dtype(np.uint8 if self.experts <= MAX_BYTE_EXPERTS else np.int16)
+
+    def blank(self, tokens: int) -> NDArray[Any]:
+        """[tokens, L · k]: return routes without a choice."""
+        return blank_routes(tokens, len(self.layers) * self.per_token, self.dtype)
+
+    def read(self, reported: NDArray[Any], start: int, server: str) -> TokenRoutes:
+        """Return reported routes, [N, layers, k] or flat, from the token `start` on. server: its name for errors."""
+        if reported.ndim == 1 and reported.size % (self.all_layers * self.per_token) == 0:
+            reported = reported.reshape(-1, self.all_layers, self.per_token)
+        if reported.ndim != 3 or reported.shape[1:] != (self.all_layers, self.per_token):
+            raise DataError(
+                f"{server} reports routes of the shape {list(reported.shape)}, and this model has {self.all_layers} "
+                f"layers, with {self.per_token} experts a token: the server has another model. Set "
+                f"`train.router_replay=r2`, or serve the model of the run."
+            )
+        chosen = reported[:, list(self.layers)]
+        if chosen.size and not 0 <= chosen.min() <= chosen.max() < self.experts:
+            raise DataError(
+                f"{server} reports the expert {chosen.max()}, and a router of this model chooses from the experts 0 to "
+                f"{self.experts - 1}: the server has another model. Set `train.router_replay=r2`, or serve the model "
+                f"of the run."
+            )
+        return TokenRoutes(chosen.astype(self.dtype), start)
 
 
 def blank_routes(tokens: int, width: int, dtype: np.dtype[Any]) -> NDArray[Any]:

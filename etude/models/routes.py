@@ -37,12 +37,17 @@ TRIAL_TOKENS = 3
 class RouteShape:
     """The size of the choices that a model makes for each token."""
 
-    mixtures: int
-    """The number of layers with experts."""
+    layers: tuple[int, ...]
+    """The layers with experts."""
     per_token: int
     """The number of experts that a token goes through in each of them."""
     experts: int
     """The number of experts that a router chooses from."""
+
+    @property
+    def mixtures(self) -> int:
+        """The number of layers with experts."""
+        return len(self.layers)
 
     @property
     def width(self) -> int:
@@ -134,11 +139,16 @@ def control_routers(layers: Sequence[nn.Module], hidden_size: int) -> RouteShape
 
     Return the reason instead if they cannot. Weights may be divided over ranks, or on the meta device.
     """
-    mixtures = [block for layer in layers for block in layer.modules() if any(map(is_experts, block.children()))]
+    mixtures = [
+        (index, block)
+        for index, layer in enumerate(layers)
+        for block in layer.modules()
+        if any(map(is_experts, block.children()))
+    ]
     if not mixtures:
         return "has no mixture of experts"
     shapes = set[tuple[int, int]]()
-    for column, block in enumerate(mixtures):
+    for column, (_, block) in enumerate(mixtures):
         router = next((getattr(block, name) for name in ROUTER_NAMES if hasattr(block, name)), None)
         experts = next(filter(is_experts, block.children()))
         per_token = getattr(router, "top_k", None)
@@ -146,13 +156,14 @@ def control_routers(layers: Sequence[nn.Module], hidden_size: int) -> RouteShape
             return f"has no router beside the experts of {type(block).__name__}"
         router.etude_mixture = column  # type: ignore[assignment]
         router.forward = MethodType(_uncompiled_forward, router)
-        shapes.add((per_token, int(experts.num_experts)))  # type: ignore[arg-type]
-        if not _follows_routes(router, RouteShape(column + 1, per_token, int(experts.num_experts)), hidden_size):  # type: ignore[arg-type]
+        count = int(experts.num_experts)  # type: ignore[arg-type]
+        shapes.add((per_token, count))
+        if not _follows_routes(router, RouteShape(tuple(range(column + 1)), per_token, count), hidden_size):
             return f"has routers ({type(router).__name__}) that do not choose by one topk over all experts"
     if len(shapes) > 1:
         return "has mixtures with different numbers of experts"
     ((per_token, count),) = shapes
-    return RouteShape(len(mixtures), per_token, count)
+    return RouteShape(tuple(index for index, _ in mixtures), per_token, count)
 
 
 def _follows_routes(router: Any, shape: RouteShape, hidden_size: int) -> bool:

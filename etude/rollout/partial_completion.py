@@ -20,12 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.chat.stop_strings import StopStringFilter
+from etude.errors import DataError
 from etude.protocols import Ids
 from etude.records import FINISH_REASONS, Completion, SamplingParams
 from etude.rollout.reported_sets import GrammarSets, Likeliest, TokenRules, active_filters
 from etude.rollout.request import Delta
 from etude.rollout.server_backend import StreamChunk, VersionSpan, samples_model_distribution
 from etude.support import EncodedSet, Support
+from etude.token_routes import TokenRoutes
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -78,6 +80,7 @@ class PartialCompletion:
         self._sets = None if grammar is None else GrammarSets(self.grammars, grammar, self._vocab_size)
         self._checked = 0  # tokens that the grammar was found to allow
         self._alternatives: list[Likeliest] = []
+        self._routes: TokenRoutes | None = None
         self._knows_raw_logp = True  # false if the server was asked for the likeliest token alone
         self._segment_start = 0
         self._read = 0  # the last read of the connection that brought tokens
@@ -137,6 +140,7 @@ class PartialCompletion:
             self._versions += [drawn_by] * len(chunk.ids)
             self.version_uncertain |= not version_known or drawn_by != version
         self._apply_spans(chunk.version_spans or ())
+        self._routes = chunk.routes or self._routes
         if chunk.finish_reason is not None:
             self.finish = chunk.finish_reason if chunk.finish_reason in FINISH_REASONS else "abort"
         elif self._stops.stopped:  # a stop string that spans two servers, of which the second does not know
@@ -236,6 +240,12 @@ class PartialCompletion:
     def _completion(self, finish: str) -> Completion:
         top_ids, top_logp = likeliest_columns(self._top, self.sampling.top_logprobs)
         alternative_ids, alternative_logp = likeliest_columns(self._alternatives, self.sampling.alternatives)
+        computed = len(self.prompt) + len(self.ids) - 1
+        if self._routes is not None and not self._routes.covers(computed):
+            raise DataError(
+                f"A server reports routes of {len(self._routes.experts)} tokens from {self._routes.start} on, and "
+                f"the prompt and the answer have {computed} computed tokens. Set `train.router_replay=r2`."
+            )
         stochastic = replace(self.sampling, temperature=self.sampling.temperature or 1.0)
         knows_raw_logp = self._knows_raw_logp and samples_model_distribution(stochastic)
         return Completion(
@@ -250,6 +260,7 @@ class PartialCompletion:
             support=Support.build(self._allowed),
             alternative_ids=alternative_ids,
             alternative_logp=alternative_logp,
+            routes=self._routes,
         )
 
 

@@ -20,6 +20,7 @@ from etude.chat.grammar import GrammarCompiler, GrammarMatcher
 from etude.errors import DataError, EngineError
 from etude.records import SamplingParams
 from etude.support import EncodedSet, SetKind, encode_ids, encode_set
+from etude.token_routes import ServedRoutes
 
 BAN = -100.0
 """The logit bias that servers take for a ban: no token is ever drawn with it."""
@@ -35,11 +36,13 @@ class Recording:
     """The `top_k` of answers that are trained on, if the tokens that could be drawn are reported; else 0."""
     alternatives: int = 0
     """The number of likeliest tokens, with their log-probs."""
+    routes: ServedRoutes | None = None
+    """The form of the experts that each token went through, if they are reported."""
 
     @classmethod
-    def of(cls, sampling: SamplingParams) -> Recording:
-        """Return what is reported for a run whose answers are sampled so."""
-        return cls(sampling.top_k if needs_report(sampling) else 0, sampling.alternatives)
+    def of(cls, sampling: SamplingParams, routes: ServedRoutes | None = None) -> Recording:
+        """Return what is reported for a run whose answers are sampled so. routes: their form, if they are replayed."""
+        return cls(sampling.top_k if needs_report(sampling) else 0, sampling.alternatives, routes)
 
     @property
     def has_sets(self) -> bool:

@@ -235,8 +235,8 @@ def check_request(
     """
     if sampling.routes_start is not None and not keeps_routes:
         raise DataError(
-            "The experts of each token were asked for (`routes_start`), and this engine does not record them. Only an "
-            "embedded engine that was made with `records_routes=True` does."
+            "The experts of each token were asked for (`routes_start`), and this engine does not record them. An "
+            "embedded engine does if it was made with `records_routes=True`, servers if the run replays routes."
         )
     if sampling.version is not None and not keeps_versions:
         raise DataError(

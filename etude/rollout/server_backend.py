@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from numpy.typing import NDArray
+
 from etude.config.env import visible_gpus
 from etude.errors import ConfigError, EtudeError
 from etude.observe import get_logger
@@ -29,6 +31,7 @@ from etude.protocols import KvPolicy
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.reported_sets import LOGPROBS_ALONE, Likeliest, Recording, active_filters, needs_report
+from etude.token_routes import TokenRoutes
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
 
 VersionSpan = tuple[str, int, int]
 """A version's label, and the first and the end index of the tokens that it drew."""
+RETURN_ROUTES = "--enable-return-routed-experts"
+"""The argument by which vLLM and SGLang report the experts of each token."""
 MAX_LOGIT_BIAS = 100.0
 """The largest logit bias, either way, that servers take unchanged."""
 
@@ -92,6 +97,8 @@ class StreamChunk:
     """The same of the distribution that was drawn from, if the request asked for it."""
     sets: list[list[int]] | None = None
     """The tokens that could be drawn at each place, if the server reports them."""
+    routes: TokenRoutes | None = None
+    """In the last chunk: the experts of the prompt and the answer, if the request asked for them."""
     finish_reason: str | None = None
     version_spans: list[VersionSpan] | None = None
     """In the last chunk: the version that drew each span of tokens."""
@@ -158,6 +165,24 @@ class ServerBackend(ABC):
     @abstractmethod
     async def get_server_version(self, client: HttpClient) -> str:
         """Return the version of the server software."""
+
+    def read_routes(
+        self, reported: NDArray[Any] | None, sampling: SamplingParams, finish_reason: str | None
+    ) -> TokenRoutes | None:
+        """Return the routes that a chunk reports; None if it has none, or the request did not ask for them.
+
+        Refuse a server that ends an answer without them.
+        """
+        if sampling.routes_start is None or self.recording.routes is None:
+            return None
+        if reported is not None:
+            return self.recording.routes.read(reported, sampling.routes_start, self.package)
+        if finish_reason in ("stop", "length"):
+            raise ConfigError(
+                f"`train.router_replay=r3` takes routes from the sampler, and {self.package} was started without "
+                f"`{RETURN_ROUTES}`. Start it with that, or set `train.router_replay=r2`."
+            )
+        return None
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Refuse sampling parameters that would mean something else there, as a logit bias that servers clip."""

@@ -159,6 +159,7 @@ class ServerEngine(ServerClient):
             context_length=self._context_length,
             cache_tokens=self._context_length,
             keeps_versions=self.backend.adapters > 0,
+            keeps_routes=self.backend.recording.routes is not None,
         )
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("An engine without a tokenizer cannot look for stop strings: give stop_ids instead.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import subprocess
@@ -10,11 +11,21 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import adapter_name
 from etude.rollout.reported_sets import Likeliest, active_filters
-from etude.rollout.server_backend import LaunchSpec, ScoredTokens, StreamChunk, VersionSpan, sent_biases
+from etude.rollout.server_backend import (
+    RETURN_ROUTES,
+    LaunchSpec,
+    ScoredTokens,
+    StreamChunk,
+    VersionSpan,
+    sent_biases,
+)
 from etude.rollout.server_client import HttpClient
 from etude.rollout.server_load import ServerLoad
 from etude.rollout.sglang_weights import SglangWeights, adapter_args
@@ -61,6 +72,7 @@ class SglangBackend(SglangWeights):
         args += self.grammar_args if self.grammar_end_ids else ()
         if self.kv == "keep":
             args.append(NO_OVERLAP)
+        args += [RETURN_ROUTES] if self.recording.routes is not None else []
         if self.recording.top_k * 2 > DEFAULT_SET_SIZE:  # tokens as likely as the last one are kept too
             args += ["--sampling-mask-max-tokens", str(self.recording.top_k * 2)]
         if launch.adapters is not None:
@@ -182,11 +194,16 @@ class SglangBackend(SglangWeights):
         }
         if active_filters(sampling):
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
+        if sampling.routes_start is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": sampling.routes_start}
         if sampling.version is not None:
             body["lora_path"] = adapter_name(sampling.version)
         async with aclosing(client.stream_events("/generate", body)) as events:
             async for read, event in events:
-                yield _parse_chunk(event, sampling, read)
+                chunk = _parse_chunk(event, sampling, read)
+                reported = _parse_routes(event["meta_info"].get("routed_experts"))
+                chunk.routes = self.read_routes(reported, sampling, chunk.finish_reason)
+                yield chunk
 
     async def score(self, client: HttpClient, prompt: list[int], top: int) -> ScoredTokens:
         """Score a prompt by the log-probs of its input tokens."""
@@ -260,6 +277,11 @@ def _parse_cut_chunk(ids: list[int], meta: dict[str, Any], sampling: SamplingPar
         version_spans=_parse_spans(meta),
         read=read,
     )
+
+
+def _parse_routes(encoded: str | None) -> NDArray[np.int32] | None:
+    """[N · layers · k]: return the experts of tokens, which SGLang sends as the bytes of int32 numbers."""
+    return None if encoded is None else np.frombuffer(base64.b64decode(encoded), np.dtype("<i4"))
 
 
 def _parse_finish(meta: dict[str, Any]) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import re
@@ -10,11 +12,14 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import adapter_name
 from etude.rollout.reported_sets import Likeliest, active_filters, needs_report
-from etude.rollout.server_backend import LaunchSpec, ScoredTokens, StreamChunk, sent_biases
+from etude.rollout.server_backend import RETURN_ROUTES, LaunchSpec, ScoredTokens, StreamChunk, sent_biases
 from etude.rollout.server_client import EndpointNotFoundError, HttpClient
 from etude.rollout.server_load import ServerLoad
 from etude.rollout.vllm_weights import VllmWeights, adapter_args
@@ -63,6 +68,7 @@ class VllmBackend(VllmWeights):
             "--disable-uvicorn-access-log",
         ]
         args += ["--return-sampling-mask"] if self.recording.has_sets else []
+        args += [RETURN_ROUTES] if self.recording.routes is not None else []
         args += self.grammar_args if self.grammar_end_ids else ()
         if config.tensor_parallel > 1:
             args += ["--tensor-parallel-size", str(config.tensor_parallel)]
@@ -144,6 +150,8 @@ class VllmBackend(VllmWeights):
             params["logit_bias"] = sent_biases(sampling)
         if sampling.grammar is not None:
             params["structured_outputs"] = {"grammar": sampling.grammar}
+        if sampling.routes_start:
+            params["routed_experts_prompt_start"] = sampling.routes_start
         if sampling.seed is not None:
             params["seed"] = sampling.seed % 2**63
         body = {"token_ids": prompt, "sampling_params": params, "stream": True, "cache_salt": salt}
@@ -153,7 +161,10 @@ class VllmBackend(VllmWeights):
             async with aclosing(client.stream_events("/inference/v1/generate", body)) as events:
                 async for read, event in events:
                     if event.get("choices"):
-                        yield _parse_chunk(event["choices"][0], sampling, read)
+                        chunk = _parse_chunk(event["choices"][0], sampling, read)
+                        reported = _parse_routes(event["choices"][0].get("routed_experts"))
+                        chunk.routes = self.read_routes(reported, sampling, chunk.finish_reason)
+                        yield chunk
         except EngineError as error:
             _check_logprobs_limit(error, sampling)
             raise
@@ -257,6 +268,14 @@ def _parse_prompt_entry(entry: dict[str, dict[str, Any]]) -> dict[int, float]:
     """Return the log-probs at one place of a prompt: of its token, and of the likeliest ones."""
     read = {int(token): float(item["logprob"]) for token, item in entry.items()}
     return {token: logp if logp > NO_LOGP else -math.inf for token, logp in read.items()}
+
+
+def _parse_routes(encoded: str | None) -> NDArray[Any] | None:
+    """[N, layers, k]: return the experts of tokens, of which vLLM sends the bytes of an npy file."""
+    if encoded is None:
+        return None
+    routes: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    return routes
 
 
 def _parse_likeliest(content: list[dict[str, Any]], number: int) -> list[Likeliest]:

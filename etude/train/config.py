@@ -59,7 +59,7 @@ class TrainConfig(Config):
     router_replay: Literal["none", "r2", "r3"] = Field(
         "none",
         description="experts of a mixture that passes over a batch choose; none: each pass chooses anew; r2: the pass "
-        "that computes log-probs before the updates chooses for them too; r3: the embedded engine has chosen for all",
+        "that computes log-probs before the updates chooses for them too; r3: the engine that sampled chose for all",
     )
 
     def choose_engine(self, ranks: int) -> Literal["local", "fsdp"]:

@@ -25,7 +25,7 @@ from etude.batch import COLUMNS as KINDS
 from etude.batch import Batch, ColumnKind, Pack
 from etude.checkpoint import Checkpoint, CheckpointManager, TensorTree, flat
 from etude.data.pack import pack_prefix_tree
-from etude.errors import BatchError, ConfigError, TrainingError
+from etude.errors import ConfigError, TrainingError
 from etude.models import Model
 from etude.observe import Last, Max, Mean, Metrics, Sum
 from etude.protocols import Gather, Split, dispatch_mode
@@ -39,6 +39,7 @@ from etude.train.local import LocalBackend
 from etude.train.memory import OffloadedTensors, peak_memory, total_memory
 from etude.train.optim import GradientWatcher, compute_learning_rate, local_part
 from etude.train.ranks import sum_denominators
+from etude.train.router_replay import RouterReplay
 
 LM_HEAD_COLUMNS = {
     "old_logp": "logp",
@@ -97,14 +98,13 @@ class Learner:
         distributions an objective compares with. option: the configuration section that errors name."""
         self.model = model_of(model)
         _check_learner(self.model, config, temperature, steps, option)
-        replay = f"{option}.router_replay={config.router_replay}"
-        self._routes = None if config.router_replay == "none" else self.model.control_routers(replay)
+        self.replay = RouterReplay(self.model, config, option)
         options: Any = {
             "temperature": temperature,
             "pack": pack,
             "reference": reference,
             "option": option,
-            "routes": self._routes,
+            "routes": self.replay.shape,
         }
         self._backend: Backend = (
             LocalBackend(model, config, **options)
@@ -116,7 +116,7 @@ class Learner:
         self._steps = steps
         self._peak = peak
         self._columns = dict(SCORE_HEAD_COLUMNS if self.model.has_score_head else LM_HEAD_COLUMNS)
-        self._columns |= {} if self._routes is None else {ROUTES: ROUTES}
+        self._columns |= {} if self.replay.shape is None else {ROUTES: ROUTES}
         self._outputs = {"value", "score"} if self.model.has_score_head else {"logp", "entropy", *LISTED_BY}
         self._outputs |= set() if reference is None else {"full_kl"}
         self.ranks = self._backend.ranks
@@ -147,7 +147,7 @@ class Learner:
 
         The column `routes` records the experts of every token. Later passes over the batch replay them.
         """
-        self._check_routes(batch)
+        self.replay.check(batch)
         unknown = sorted(columns - self._columns.keys())
         if unknown:
             raise ConfigError(
@@ -155,7 +155,8 @@ class Learner:
                 f"an algorithm that does not need it."
             )
         dtype = torch.promote_types(self._backend.dtype, torch.float32)
-        results = {name: self._blank_column(name, batch, dtype) for name in sorted(columns)}
+        results = {name: _nan_column(name, batch, dtype) for name in sorted(columns - {ROUTES})}
+        results |= {name: self.replay.blank_column(batch) for name in columns & {ROUTES}}
         wanted = frozenset(self._columns[name] for name in columns)
         with closing(self._passes(batch, "rollout", wanted)) as passes:
             for micro, at in passes:
@@ -179,7 +180,7 @@ class Learner:
 
         step_scale: a factor of the learning rate. If the step fails, the weights and the version are unchanged.
         """
-        self._check_routes(batch)
+        self.replay.check(batch)
         with self.working():
             start = self._start_update()
             own_counts = Denominators.from_view(View(batch))
@@ -225,7 +226,7 @@ class Learner:
         are then never held for the whole batch.
         """
         self._check_outputs(objective)
-        self._check_routes(batch)
+        self.replay.check(batch)
         whole, metrics = sum_denominators(Denominators.from_view(View(batch)), self.ranks), Metrics()
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         with closing(self._passes(batch, objective.split_unit, objective.forward_outputs())) as passes:
@@ -291,22 +292,6 @@ class Learner:
                 f"The objective needs the model's `{unavailable[0]}`, for which this learner has no second model or "
                 f"head. It computes {', '.join(sorted(self._outputs))}. Choose another loss or another KL."
             )
-
-    def _check_routes(self, batch: Batch) -> None:
-        """Refuse routes of another model, and rollouts without routes where the sampler's are replayed."""
-        if self._routes is not None and batch.routes is not None:
-            self._routes.check(batch.routes)
-        elif self._config.router_replay == "r3" and batch.num_rows:
-            raise BatchError(
-                f"`{self._option}.router_replay=r3` takes routes from the sampler, and none of these rollouts has "
-                f"them: they were sampled without this option. Sample again, or set `{self._option}.router_replay=r2`."
-            )
-
-    def _blank_column(self, name: str, batch: Batch, dtype: torch.dtype) -> Tensor:
-        """Return a column of the batch before anything is computed: NaN, or no routes."""
-        if name == ROUTES and self._routes is not None:
-            return self._routes.blank(batch.num_tokens)
-        return _nan_column(name, batch, dtype)
 
     def _run_micro_batch(
         self, micro: Batch, objective: Objective, whole: Denominators, *, backward: bool

@@ -54,8 +54,8 @@ MIXTURES: dict[str, tuple[MeshConfig, str, dict[str, Any]]] = {
     "expert 2, rows sharded": (MeshConfig(expert=2), "qwen3_moe", {"sizes": SIX}),
     "data 2 x tensor 2": (BOTH, "qwen3_moe", {}),
     "data 2 x tensor 2, expert 4": (MeshConfig(tensor=2, expert=4), "qwen3_moe", {}),
-    "data 2 x tensor 2, expert 2, routes replayed": (
-        MeshConfig(tensor=2, expert=2),
+    "context 2 x tensor 2, expert 2, routes replayed": (
+        MeshConfig(context=2, tensor=2, expert=2),
         "qwen3_moe",
         {"router_replay": "r2", "activation_checkpointing": "full"},
     ),

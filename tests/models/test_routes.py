@@ -84,6 +84,6 @@ def test_models_without_such_routers_are_refused(name: str, reason: str) -> None
 
 
 def test_more_experts_take_more_bytes() -> None:
-    few, many = RouteShape(2, 2, 255), RouteShape(2, 2, 256)
+    few, many = RouteShape((0, 3), 2, 255), RouteShape((0, 3), 2, 256)
     assert [few.blank(1).tolist(), many.blank(1).tolist()] == [[[255] * 4], [[-1] * 4]]
     assert (few.dtype, many.dtype) == (torch.uint8, torch.int16)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from etude.cli import main
+from etude.data.samples import build_samples
 from etude.models import save
 from etude.models.model import stored_buffers
 from etude.rollout import ServerPool
+from etude.store import open_store
 from tests.components import require, require_environment
 from tests.families import family_model
 from tests.recipes.runs import Captured, options, refused_run, step_metrics, train
 from tests.rollout import vllm_on_cpu
+from tests.rollout.test_recorded_routes import in_order, trainer_pass
 from tests.served import bring, joined, on, options_of, started
 from tests.worlds import make_model, make_tasks, make_tokenizer
 
@@ -165,6 +170,37 @@ def test_a_server_samples_for_a_run_of_latent_attention_and_experts(kind: str, s
     for line in lines:
         assert line["mismatch/k3"] < 1e-9 and line["publish_bytes"] > 0
     assert lines[-1]["mismatch/sampler_perplexity"] < lines[0]["mismatch/sampler_perplexity"] / 2, "it has learnt"
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("vllm", marks=on("vllm")), pytest.param("sglang", marks=[*on("sglang"), pytest.mark.soak])]
+)
+def test_a_run_replays_the_experts_that_a_server_reports(kind: str, sums: Path) -> None:
+    """They are the trainer's own. A later turn reports those of new tokens alone."""
+    given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
+    if kind == "vllm":
+        given["rollout.python"] = vllm_on_cpu.python(require_environment(kind), sums)
+    given |= {"rollout.weight_transport": "shm", "train.router_replay": "r3", "mini_batches": 2}
+    given |= {"env.path": "tests.recipes.partners:Echo", "env.kwargs.turns": 2, "reward": "environment"}
+    more: dict[str, Any] = {"vocab_size": make_tokenizer(sums / "mixture"), "hidden_size": 64, "head_dim": 32}
+    more |= {"moe_intermediate_size": 32}
+    if kind == "vllm":  # of a layer without experts SGLang's log-probs on a CPU are no numbers
+        more |= {"num_hidden_layers": 3, "mlp_only_layers": [0]}
+    model = family_model("qwen3_moe", **more)
+    save(model, sums / "mixture")
+    given |= {"model.path": sums / "mixture", "reward.path": None}
+    run = train(sums, sums / "run", rollout=kind, **given, steps=2)
+    for line in step_metrics(run):
+        assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0
+    with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
+        for id in store.admitted()[1]:
+            first, second = store.turns(id)
+            assert second.completion.routes is not None
+            assert second.completion.routes.start == len(first.prompt) + len(first.completion.ids) - 1
+            (sample,) = build_samples([first, second], id)
+            assert sample.routes is not None
+            expected, _ = trainer_pass(model, sample.ids)
+            assert torch.equal(in_order(torch.from_numpy(sample.routes.copy()))[:-1], in_order(expected)[:-1])
 
 
 def test_options_that_servers_lack_are_refused(sums: Path, capsys: Captured) -> None:

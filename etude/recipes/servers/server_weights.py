@@ -202,6 +202,7 @@ def serve_run(
         if adapters_only:
             rank, modules = crew.call(PolicyWorker.adapter_rank), crew.call(PolicyWorker.adapter_modules)
             adapters = AdapterSpec(adapter_count(run.max_staleness), rank, modules)
+        routes = crew.call(PolicyWorker.served_routes) if run.records_routes else None
         names_of = plan.names_of
         crew.call(PolicyWorker.write_model, first, tokenizer_path, plan.untied, bare=adapters_only, names_of=names_of)
         dtype = DTYPES[run.train.precision]
@@ -219,7 +220,7 @@ def serve_run(
             enable_sleep=sleeps,
             plugin_path=plugin_directory,
             adapters=adapters,
-            recording=Recording.of(run.training_params()),
+            recording=Recording.of(run.training_params(), routes),
             console=console,
         ) as served:
             base, kept = (None, KEPT) if adapters is None else (first, adapters.held)

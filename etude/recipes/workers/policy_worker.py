@@ -38,6 +38,7 @@ from etude.rollout import TorchEngine
 from etude.rollout.engine_thread import release_omp_workers
 from etude.rollout.server_client import ServerAddress
 from etude.sync import publish_to_engine
+from etude.token_routes import ServedRoutes
 from etude.train import Learner, ScoringModel
 from etude.train.forward import TOKEN_OF_BATCH
 from etude.train.optim import ignore_gradient
@@ -375,6 +376,13 @@ class PolicyWorker(CheckpointedWorker):
     def adapter_modules(self) -> tuple[str, ...]:
         """Return the last parts of the names of the layers with adapters."""
         return self._learner.model.adapter_modules
+
+    @dispatch_mode()
+    def served_routes(self) -> ServedRoutes:
+        """Return the form of the routes that servers report of this model."""
+        shape = self._learner.replay.shape
+        assert shape is not None, "a learner that replays routes knows their form"
+        return ServedRoutes(shape.layers, self._learner.model.num_layers, shape.per_token, shape.experts)
 
     def _server_weights(self, untied: bool) -> AbstractContextManager[Iterable[tuple[str, Tensor]]]:
         """Yield the weights as servers compute with them, one at a time, with adapters merged in. untied: see

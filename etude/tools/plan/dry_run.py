@@ -214,7 +214,8 @@ class _DryRun(DryRun[Run]):
         with self.setting.fake_device, torch.no_grad(), engine.activate():
             with tracker.labeled_as("kv"):
                 size, max_num_seqs = options.block_size, options.max_num_seqs
-                caches = EngineCaches(model, blocks=blocks, size=size, max_num_seqs=max_num_seqs)
+                routes = engine.model.control_routers("train.router_replay=r3") if run.records_routes else None
+                caches = EngineCaches(model, blocks=blocks, size=size, max_num_seqs=max_num_seqs, routes=routes)
             shapes = USUAL_SHAPES if options.deterministic and model.dtype == torch.float32 else UNPADDED_SHAPES
             with tracker.phase("sampling"), tracker.labeled_as("activations", logits_labeler(engine.model)):
                 params = run.sampling.params(0)
@@ -229,6 +230,8 @@ class _DryRun(DryRun[Run]):
 
     def _learn(self, worker: PolicyWorker) -> None:
         run, batch = self.run, worst_case_batch(self.run, self.row)
+        if run.records_routes:
+            batch = batch.replace(routes=torch.tensor(worker.served_routes().blank(batch.num_tokens)))
         columns = run.model_columns() - self._absent_columns()
         with self.phase("annotating", self.policy):
             if columns:

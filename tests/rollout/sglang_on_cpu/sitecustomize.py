@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -58,6 +58,8 @@ class StandIn:
         self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+        pinning = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+        torch.cuda.cudart = lambda: pinning  # type: ignore[assignment]
         for name in ("arange", "empty", "tensor", "zeros"):
             setattr(torch, name, without_pinning(getattr(torch, name)))
 

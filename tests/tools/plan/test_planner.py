@@ -19,6 +19,7 @@ from etude.data.pack import micro_batches
 from etude.errors import ConfigError
 from etude.models import EngineModel, create, create_empty, tiny_config
 from etude.models.prepack import can_prepack
+from etude.models.tiny import EXPERTS
 from etude.records import SamplingParams
 from etude.rollout import TorchEngine, VllmConfig
 from etude.rollout.reported_sets import LOGPROBS_ALONE, Recording
@@ -370,6 +371,17 @@ def test_ranks_that_divide_experts_gather_fewer_of_them(tmp_path: Path) -> None:
     for kinds in divided:
         assert kinds["activations"] < 0.6 * shared["activations"]
         assert kinds["optimizer"] == pytest.approx(shared["optimizer"], rel=0.02)
+
+
+@pytest.mark.slow
+def test_the_engine_of_a_plan_keeps_the_experts_of_each_token_that_a_trainer_replays(tmp_path: Path) -> None:
+    tiny_config(64, family="qwen3_moe", layers=1).save_pretrained(tmp_path)
+    plain, replayed = (
+        plan_memory(plan_run(tmp_path, *PLAIN, "gpus=0", "rollout.kv_gib=0.02", *more), with_savings=False)
+        for more in ((), ("train.router_replay=r3",))
+    )
+    kept = [plan.devices[0].phases["sampling"].kinds["kv"] for plan in (plain, replayed)]
+    assert kept[1] - kept[0] == pytest.approx(plain.kv_tokens * EXPERTS["num_experts_per_tok"], rel=0.01)
 
 
 @pytest.mark.slow

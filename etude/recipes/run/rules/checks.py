@@ -75,7 +75,6 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
         check_agents,
         check_servers,
         check_token_sets,
-        check_router_replay,
         _check_environment,
         check_staleness,
         _check_algorithm_options,
@@ -103,6 +102,7 @@ def _check_algorithm_and_models(run: Run) -> Iterator[ConfigError]:
 def _check_algorithm_options(run: Run) -> Iterator[ConfigError]:
     """Refuse an algorithm that cannot run as configured."""
     yield from problems_of(check_columns_provided, run.required_columns(), run.data.batch_columns)
+    yield from problems_of(check_router_replay, run)
     unbounded = run.allow_unbounded_ratios
     yield from problems_of(check_stale_ratios, run, run.max_staleness, allow_unbounded=unbounded)
     if run.uses_teacher and not run.teacher.is_given:

@@ -7,21 +7,25 @@ from collections.abc import Iterator
 from etude.config.together import told_together
 from etude.errors import ConfigError
 from etude.recipes.run.config import Run
+from etude.rollout import VllmConfig
 
 
 @told_together
 def check_router_replay(run: Run) -> Iterator[ConfigError]:
-    """Refuse replay by a critic, of a pass that the run does not make, and of servers."""
+    """Refuse replay by a critic, of a pass that the run does not make, and of a server that reports none."""
     if run.critic.train.router_replay != "none":
         yield ConfigError(
             f"`critic.train.router_replay={run.critic.train.router_replay}` replays what the policy's routers chose, "
             "and a critic has routers of its own. Leave it out."
         )
-    if run.train.router_replay == "r3" and run.embedded_engine is None:
+    on_cpu = run.compute_device().type == "cpu"
+    servers = run.rollout
+    if run.records_routes and isinstance(servers, VllmConfig) and on_cpu and not (servers.python or servers.url):
         yield ConfigError(
-            "`train.router_replay=r3` replays the experts that the sampler chose, and Etude does not read them from "
-            "servers. Set `train.router_replay=r2`, which replays those of the trainer's first pass, or choose "
-            "`rollout=embedded`."
+            "`train.router_replay=r3` replays the experts that the sampler chose, and vLLM's build for a CPU does not "
+            "report them: that takes its model runner V2, which needs a Triton with a CPU backend. Set "
+            "`train.router_replay=r2`, which replays those of the trainer's first pass, choose `rollout=embedded`, or "
+            "name the Python of an environment that has one with `rollout.python`."
         )
     if run.train.router_replay == "r2" and "routes" not in run.model_columns():
         yield ConfigError(

@@ -22,10 +22,11 @@ def test_replay_of_a_pass_that_is_not_made_is_refused(world: Path) -> None:
     assert "routes" in without_old.model_columns()
 
 
-def test_only_the_embedded_engine_is_replayed(world: Path) -> None:
+def test_a_build_of_vllm_that_reports_no_experts_is_refused(world: Path) -> None:
     replayed = {"train.router_replay": "r3"}
     check_run(run_of(world, **replayed))
-    with pytest.raises(ConfigError, match=r"`train.router_replay=r3` .* from servers. Set `train.router_replay=r2`"):
+    check_run(run_of(world, rollout="vllm", **replayed, **{"rollout.python": "/usr/bin/python"}))
+    with pytest.raises(ConfigError, match=r"build for a CPU does not report them: .* Set `train.router_replay=r2`"):
         check_run(run_of(world, rollout="vllm", **replayed))
 
 
