@@ -30,8 +30,11 @@ else:
 FormKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
 CALL_ENDS: Mapping[str, str] = {"hermes": "}\n</tool_call>", "qwen_xml": "</function>\n</tool_call>", "llama3": "}"}
 """The text after the arguments of a call, for the formats of calls that a grammar can hold an answer to."""
-SPACES = r"(\n {0,16}| )?"
-"""The blanks between two parts of JSON: no model can write them for ever."""
+SPACES = r"[ \n]{0,32}"
+"""The blanks between two parts of JSON: no model can write them for ever.
+
+A whole run of blanks fits the pattern, since vLLM's llguidance lets the pattern follow itself, and this one does not.
+"""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _PARAMETER_END = "\n</parameter>\n"
 _LAST_LINES = r"/\n{0,2}/"

@@ -17,18 +17,18 @@ def user(text: str) -> list[dict]:
 
 
 def call(key: str, model: str = MODEL) -> str:
-    return client(key).messages.create(model=model, max_tokens=60, messages=user(HELLO)).content[0].text
+    return client(key).messages.create(model=model, max_tokens=400, messages=user(HELLO)).content[0].text
 
 
 def stream(key: str) -> str:
-    with client(key).messages.stream(model=MODEL, max_tokens=60, messages=user(HELLO)) as events:
+    with client(key).messages.stream(model=MODEL, max_tokens=400, messages=user(HELLO)) as events:
         return "".join(events.text_stream)
 
 
 def tools(key: str) -> str:
     messages = user(LOOK)
     while True:
-        answer = client(key).messages.create(model=MODEL, max_tokens=60, messages=messages, tools=TOOLS)
+        answer = client(key).messages.create(model=MODEL, max_tokens=400, messages=messages, tools=TOOLS)
         messages.append({"role": "assistant", "content": answer.content})
         calls = [block for block in answer.content if block.type == "tool_use"]
         if not calls:
@@ -38,7 +38,7 @@ def tools(key: str) -> str:
 
 
 def structured(key: str) -> str:
-    done = client(key).messages.parse(model=MODEL, max_tokens=60, messages=user(ASK), output_format=Colour)
+    done = client(key).messages.parse(model=MODEL, max_tokens=400, messages=user(ASK), output_format=Colour)
     return done.parsed_output.colour
 
 
