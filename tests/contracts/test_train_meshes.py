@@ -73,11 +73,6 @@ MIXTURES: dict[str, tuple[MeshConfig, str, dict[str, Any]]] = {
     ),
     "replica 2 x context 2": (MeshConfig(replicas=2, context=2), "gpt_oss", {}),
     "context 2 x tensor 2, expert 4": (MeshConfig(context=2, tensor=2, expert=4), "qwen3_moe", {}),
-    "context 4, latent attention": (
-        MeshConfig(context=4),
-        "deepseek_v3",
-        {"sizes": {"first_k_dense_replace": 2}},
-    ),
 }
 """The meshes of mixtures of experts, each with a family and options."""
 LEARNERS: dict[str, tuple[MeshConfig, dict[str, Any]]] = {
@@ -91,6 +86,13 @@ LEARNERS: dict[str, tuple[MeshConfig, dict[str, Any]]] = {
         {
             "policy": partial(model, family="gemma2", sliding_window=5),
             "activation_checkpointing": "full",
+            "max_tokens_per_micro_batch": 40,
+        },
+    ),
+    "latent attention, without experts": (
+        MeshConfig(context=4),
+        {
+            "policy": partial(family_policy, name="deepseek_v3", first_k_dense_replace=2),
             "max_tokens_per_micro_batch": 40,
         },
     ),
