@@ -13,14 +13,21 @@ from etude.config import Choice, Config
 from etude.config.only_with import OnlyWith
 from etude.config.resume_marks import MAY_CHANGE
 from etude.data.dataset import DatasetColumns, OverlongHandling
+from etude.data.files import with_source
 from etude.data.sampler import SAMPLERS, Sampler, ShuffledSampler
+
+
+def _listed(files: Any) -> Any:
+    return (files,) if isinstance(files, str) else files
 
 
 class DataFiles(Config):
     """The files that a run trains on, and the files for evaluation."""
 
     train: tuple[str, ...] = Field(
-        (), description="training data: files, `module:Name`, or names on the hub; several are joined in order"
+        (),
+        description="training data: files, `module:Name`, or names on the hub; several are joined in order; "
+        "`{maths: tasks.parquet, code: more.parquet}` names the data source of each file's rows",
     )
     val: Annotated[tuple[str, ...], MAY_CHANGE] = Field(
         (), description="data for evaluation, named like `train`; empty evaluates nothing"
@@ -28,9 +35,12 @@ class DataFiles(Config):
 
     @field_validator("train", "val", mode="before")
     @classmethod
-    def _wrap_single_value(cls, files: Any) -> Any:
-        """Accept one file without brackets."""
-        return (files,) if isinstance(files, str) else files
+    def _list_files(cls, files: Any) -> Any:
+        """Accept one file without brackets, and files by the data source of their rows."""
+        if isinstance(files, Mapping):
+            listed = [(source, given) for source, names in files.items() for given in _listed(names)]
+            return tuple(with_source(source, file) for source, file in listed)
+        return _listed(files)
 
 
 class DataConfig(DataFiles):

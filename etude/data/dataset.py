@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from etude.config import Config
-from etude.data.files import RowSource, column_paths, lookup, missing_column
+from etude.data.files import DATA_SOURCE_COLUMN, RowSource, column_paths, lookup, missing_column
 from etude.data.prompts import check_prompt
-from etude.data.table import DATA_SOURCE_COLUMN, DatasetLike, RowTable, open_sources
+from etude.data.table import DatasetLike, RowTable, open_sources
 from etude.errors import ChatError, DataError
 from etude.observe import Max, Metrics, Sum
 from etude.records import Task

@@ -19,9 +19,9 @@ from etude.chat.messages import REASONING_KEYS
 from etude.config import Choice, Config
 from etude.data.config import DataFiles
 from etude.data.dataset import OverlongHandling
-from etude.data.files import lookup
+from etude.data.files import DATA_SOURCE_COLUMN, lookup
 from etude.data.sampler import SAMPLERS, Sampler, ShuffledSampler
-from etude.data.table import DATA_SOURCE_COLUMN, RowTable, open_sources
+from etude.data.table import RowTable, open_sources
 from etude.data.tokenization import AnswerRows, Example
 from etude.errors import ConfigError, DataError
 from etude.observe import Last, Metrics, get_logger

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -30,6 +31,8 @@ else:
     pa, pc, pacsv, pq = map(LazyModule, ("pyarrow", "pyarrow.compute", "pyarrow.csv", "pyarrow.parquet"))
 
 CHUNK_ROWS = 65_536
+DATA_SOURCE_COLUMN = "data_source"
+_SOURCE_NAME = re.compile(r"[A-Za-z][\w.-]*")
 
 
 class RowSource(Protocol):
@@ -110,6 +113,39 @@ class JsonRows(RowSource):
     def values(self, path: str, start: int, stop: int) -> list[Any]:
         texts = self._texts.slice(start, stop - start).to_pylist()
         return [lookup(json.loads(text), path) for text in texts]
+
+
+class NamedRows(RowSource):
+    """The rows of a file that a run named as a data source, which each of them has as `data_source`."""
+
+    def __init__(self, source: str, rows: RowSource) -> None:
+        self.name = rows.name
+        self._source = source
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self._rows.row(index) | {DATA_SOURCE_COLUMN: self._source}
+
+    def values(self, path: str, start: int, stop: int) -> list[Any]:
+        if path == DATA_SOURCE_COLUMN:
+            return [self._source] * (stop - start)
+        return self._rows.values(path, start, stop)
+
+
+def split_source(data: str) -> tuple[str, str]:
+    """Return the data source and the file of `maths=tasks.parquet`; an empty source for a file without a name."""
+    source, _, file = data.partition("=")
+    if not file or not _SOURCE_NAME.fullmatch(source) or Path(data).expanduser().exists():
+        return "", data
+    return source, file
+
+
+def with_source(source: str, file: str) -> str:
+    """Return the name of a file with its data source, as `split_source` reads it."""
+    return f"{source}={file}" if source else file
 
 
 def lookup(row: Mapping[str, Any], path: str) -> Any:

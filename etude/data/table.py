@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.config import load_plugin
-from etude.data.files import RowSource, read_rows, rows_from_iterable
+from etude.data.files import NamedRows, RowSource, read_rows, rows_from_iterable, split_source
 from etude.errors import ConfigError, DataError
 
-DATA_SOURCE_COLUMN = "data_source"
 CHUNK = 1024
 
 DatasetLike = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]
@@ -77,7 +76,8 @@ class RowTable:
 def open_sources(data: DatasetLike) -> list[RowSource]:
     """Open the rows of each file, or of a Python iterable.
 
-    `module:Name` names an iterable of mappings, or a function without arguments that returns one.
+    `module:Name` names an iterable of mappings, or a function without arguments that returns one. `maths=tasks.parquet`
+    gives all rows of a file the data source `maths`.
     """
     items = [data] if isinstance(data, str | Path) else data
     if isinstance(items, Sequence) and all(isinstance(item, str | Path) for item in items):
@@ -93,7 +93,13 @@ def open_sources(data: DatasetLike) -> list[RowSource]:
 
 
 def _open_source(data: str) -> RowSource:
-    """Open a path, or `module:Name` if no file has that name."""
+    """Open a path, or `module:Name` if no file has that name; both may have a data source before them, and `=`."""
+    source, data = split_source(data)
+    rows = _open_unnamed(data)
+    return NamedRows(source, rows) if source else rows
+
+
+def _open_unnamed(data: str) -> RowSource:
     path = Path(data).expanduser()
     if path.exists() or ":" not in data:
         return read_rows(path)

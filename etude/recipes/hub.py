@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from etude.config.env import may_download
 from etude.config.secrets import mask_text
 from etude.config.tree import replace_option
+from etude.data.files import split_source, with_source
 from etude.errors import ConfigError, RunError
 from etude.lazy import LazyModule
 from etude.observe import configure_logging, get_logger
@@ -25,7 +26,7 @@ from etude.recipes.hub_datasets import DatasetName, lacking_shards, parse_datase
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import check_model
-from etude.rewards import CombinedReward, RewardFunction, RewardModelScore
+from etude.rewards import RewardFunction, RewardModelScore
 
 if TYPE_CHECKING:
     import httpx2
@@ -105,10 +106,7 @@ def _reward(reward: RewardFunction, *, weights: bool) -> RewardFunction:
     """Return the reward with local directories of the models that it names."""
     if isinstance(reward, RewardModelScore):
         return reward.model_copy(update={"path": locate_model(reward.path, "reward.path", weights=weights)})
-    if isinstance(reward, CombinedReward):
-        parts = {name: _reward(part, weights=weights) for name, part in reward.parts.items()}
-        return reward.model_copy(update={"parts": parts})
-    return reward
+    return reward.with_members({name: _reward(member, weights=weights) for name, member in reward.members().items()})
 
 
 def _lacking_weights(snapshot: Path) -> str:
@@ -136,14 +134,15 @@ def data_files(name: str, option: str = "") -> tuple[str, ...]:
 
     option: the option that holds the name, if any; `data.train` takes the split of that name.
     """
-    dataset = parse_dataset_name(name)
+    source, unnamed = split_source(name)
+    dataset = parse_dataset_name(unnamed)
     if dataset is None:
         return (name,)
     card = _snapshot(dataset.name, "dataset", option, CARD, lambda _: "")
     if card is None:
         return (name,)
     files = _split_files(dataset, card, option)
-    return tuple(str(file) for file in files)
+    return tuple(with_source(source, str(file)) for file in files)
 
 
 def _split_files(dataset: DatasetName, card: Path, option: str) -> Sequence[Path]:

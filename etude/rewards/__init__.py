@@ -7,6 +7,7 @@ verdict = await judge.judge(task, "… #### 42")
 from __future__ import annotations
 
 from etude.rewards.base import RewardFunction, Score, parse_score
+from etude.rewards.by_source import SOURCE_REWARDS, BySourceReward
 from etude.rewards.combined import COMBINABLE_REWARDS, CombinedReward
 from etude.rewards.constant import EnvironmentReward, NoReward
 from etude.rewards.countdown import Countdown
@@ -26,6 +27,7 @@ __all__ = [
     "COMBINABLE_REWARDS",
     "F1",
     "REWARDS",
+    "BySourceReward",
     "Code",
     "CombinedReward",
     "Countdown",
@@ -49,10 +51,5 @@ __all__ = [
     "parse_score",
 ]
 
-REWARDS: dict[str, type[RewardFunction]] = {
-    **COMBINABLE_REWARDS,
-    "combined": CombinedReward,
-    "nothing": NoReward,
-    "environment": EnvironmentReward,
-}
+REWARDS: dict[str, type[RewardFunction]] = {**SOURCE_REWARDS, "by_source": BySourceReward}
 """Every reward that a run can choose by name. Those of `COMBINABLE_REWARDS` can also be parts of `combined`."""

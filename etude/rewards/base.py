@@ -48,9 +48,6 @@ class RewardFunction(Config, ABC):
     """True where every call ends at once. The judge then calls it in the event loop, without a time limit."""
     default_workers: ClassVar[int] = 0
     """The number of processes that compute it, unless the run sets `judging.workers`."""
-    scores_answers: ClassVar[bool] = True
-    """False where all reward comes from the environment and none from the answer's text."""
-
     in_place: ClassVar[bool] = False
     """True for a coroutine that must run in the run's own process, because it orders its own calls."""
 
@@ -58,6 +55,11 @@ class RewardFunction(Config, ABC):
     def title(self) -> str:
         """The name of this reward in messages: its class's, in lower case with underscores."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
+
+    @property
+    def scores_answers(self) -> bool:
+        """False where all reward comes from the environment and none from the answer's text."""
+        return True
 
     @property
     def is_async(self) -> bool:
@@ -85,16 +87,30 @@ class RewardFunction(Config, ABC):
         """Return the cost of its calls since the last `pop_metrics`."""
         return Metrics()
 
-    def with_absolute_paths(self, absolute: Callable[[Path], Path]) -> Self:  # noqa: ARG002
-        """Return the same reward with absolute paths to its files."""
+    def members(self) -> Mapping[str, RewardFunction]:
+        """Return the rewards that it consists of, by name."""
+        return {}
+
+    def with_members(self, members: Mapping[str, RewardFunction]) -> Self:  # noqa: ARG002
+        """Return the same reward with other members under the same names."""
         return self
+
+    def of_task(self, task: Task) -> RewardFunction:  # noqa: ARG002
+        """Return the reward that judges a task: this one, or one of its members."""
+        return self
+
+    def with_absolute_paths(self, absolute: Callable[[Path], Path]) -> Self:
+        """Return the same reward with absolute paths to its files."""
+        return self.with_members({name: part.with_absolute_paths(absolute) for name, part in self.members().items()})
 
     def files(self) -> list[Path]:
         """Return the files that define how it judges."""
-        return []
+        return [file for part in self.members().values() for file in part.files()]
 
     def prepare(self) -> None:
         """Load what is loaded only once. An error here is the fault of no answer."""
+        for part in self.members().values():
+            part.prepare()
 
     def check(self, task: Task) -> None:
         """Refuse a task whose answers it could not judge."""

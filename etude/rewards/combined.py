@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -91,17 +90,11 @@ class CombinedReward(RewardFunction):
         """Return the score of a part times its weight."""
         return self.weights.get(name, 1.0) * score
 
-    def with_absolute_paths(self, absolute: Callable[[Path], Path]) -> Self:
-        return self.model_copy(
-            update={"parts": {name: part.with_absolute_paths(absolute) for name, part in self.parts.items()}}
-        )
+    def members(self) -> Mapping[str, RewardFunction]:
+        return self.parts
 
-    def files(self) -> list[Path]:
-        return [file for part in self.parts.values() for file in part.files()]
-
-    def prepare(self) -> None:
-        for part in self.parts.values():
-            part.prepare()
+    def with_members(self, members: Mapping[str, RewardFunction]) -> Self:
+        return self.model_copy(update={"parts": members})
 
     def check(self, task: Task) -> None:
         for part in self.parts.values():

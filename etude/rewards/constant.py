@@ -21,11 +21,14 @@ class EnvironmentReward(RewardFunction):
     """0 for every answer, so that only the environment's rewards count, turn by turn."""
 
     quick: ClassVar[bool] = True
-    scores_answers: ClassVar[bool] = False
 
     @property
     def title(self) -> str:
         return "environment"
+
+    @property
+    def scores_answers(self) -> bool:
+        return False
 
     def __call__(self, task: Task, answer: str) -> float:  # noqa: ARG002
         return 0.0

@@ -35,7 +35,6 @@ class FunctionAdapter:
 
     quick: ClassVar[bool] = False
     default_workers: ClassVar[int] = 0
-    scores_answers: ClassVar[bool] = True
 
     def __init__(self, function: Callable[..., Any], title: str = "") -> None:
         self.function = function

@@ -5,7 +5,8 @@
 
 The judge calls quick rewards in place and awaits coroutine functions in place, many at a time. It runs any other
 function outside the event loop. On a thread, a call that hangs does not block the others. In worker processes, the
-reward or `JudgingConfig.workers` sets their number. Each part of a combined reward has a separate executor.
+reward or `JudgingConfig.workers` sets their number. Each part of a combined reward has a separate executor, and so
+has the reward of each data source.
 
 An exception, a call that takes too long, a process that dies, a NaN: each is a verdict without a reward.
 `JudgingConfig.on_error` decides what happens to it. The judge logs the first failures at once.
@@ -32,6 +33,7 @@ from etude.errors import ConfigError, RewardError
 from etude.observe import Metrics, get_logger
 from etude.records import Outcome, Task
 from etude.rewards.base import RewardFunction, describe_task
+from etude.rewards.by_source import BySourceReward
 from etude.rewards.combined import CombinedReward
 from etude.rewards.constant import NoReward
 from etude.rewards.function import FunctionAdapter
@@ -108,10 +110,9 @@ class Judge:
         """True where it judges one answer at a time, though `judging.workers` would let it judge several."""
         return self._executor.one_by_one
 
-    @property
-    def scores_answers(self) -> bool:
-        """False where all reward comes from the environment and none from the answer's text."""
-        return self._reward.scores_answers
+    def scores(self, task: Task) -> bool:
+        """Return False for a task whose whole reward comes from the environment and none from the answer's text."""
+        return not isinstance(self._reward, RewardFunction) or self._reward.of_task(task).scores_answers
 
     @property
     def has_reward(self) -> bool:
@@ -184,7 +185,9 @@ def make_executor(reward: AnyReward, workers: int | None, limit: float) -> Rewar
     workers: the number of processes, or None for the reward's default. limit: the seconds of one call.
     """
     if isinstance(reward, CombinedReward):
-        return _make_combined_executor(reward, workers, limit)
+        return _CombinedExecutor(reward, _make_member_executors(reward, workers, limit))
+    if isinstance(reward, BySourceReward):
+        return _BySourceExecutor(reward, _make_member_executors(reward, workers, limit))
     if isinstance(reward, RewardFunction) and reward.in_place:
         _check_inline_options(reward, workers, limit)
         return _InlineExecutor(reward, limit)
@@ -260,13 +263,42 @@ class _PoolExecutor(RewardExecutor):
         self._pool.close()
 
 
-class _CombinedExecutor(RewardExecutor):
+class _MemberExecutors(RewardExecutor):
+    """The executors of the members of a reward, by name."""
+
+    def __init__(self, executors: Mapping[str, RewardExecutor]) -> None:
+        self._executors = executors
+        self.one_by_one = any(executor.one_by_one for executor in executors.values())
+
+    def pop_metrics(self) -> Metrics:
+        metrics = Metrics()
+        for executor in self._executors.values():
+            metrics.merge(executor.pop_metrics())
+        return metrics
+
+    def close(self) -> None:
+        for executor in self._executors.values():
+            executor.close()
+
+
+class _BySourceExecutor(_MemberExecutors):
+    """Judges each answer by the reward of its task's data source."""
+
+    def __init__(self, reward: BySourceReward, executors: Mapping[str, RewardExecutor]) -> None:
+        super().__init__(executors)
+        self._reward = reward
+
+    async def run(self, task: Task, answer: str) -> Verdict:
+        self._reward.of_task(task)  # refuses a source without a reward
+        return await self._executors[task.source].run(task, answer)
+
+
+class _CombinedExecutor(_MemberExecutors):
     """Judges the parts of a combined reward at the same time, each on its own executor."""
 
     def __init__(self, reward: CombinedReward, executors: Mapping[str, RewardExecutor]) -> None:
+        super().__init__(executors)
         self._reward = reward
-        self._executors = executors
-        self.one_by_one = any(executor.one_by_one for executor in executors.values())
 
     async def run(self, task: Task, answer: str) -> Verdict:
         calls = [asyncio.ensure_future(executor.run(task, answer)) for executor in self._executors.values()]
@@ -287,30 +319,21 @@ class _CombinedExecutor(RewardExecutor):
         )
         return make_verdict(parts, self._reward.title, task, seconds, extracted)
 
-    def pop_metrics(self) -> Metrics:
-        metrics = Metrics()
-        for executor in self._executors.values():
-            metrics.merge(executor.pop_metrics())
-        return metrics
 
-    def close(self) -> None:
-        for executor in self._executors.values():
-            executor.close()
-
-
-def _make_combined_executor(reward: CombinedReward, workers: int | None, limit: float) -> RewardExecutor:
-    """Create an executor for each part. The parts that can use `workers` get them; at least one part must."""
-    if workers and all(part.in_place for part in reward.parts.values()):
-        _check_inline_options(next(iter(reward.parts.values())), workers, limit)
+def _make_member_executors(reward: RewardFunction, workers: int | None, limit: float) -> dict[str, RewardExecutor]:
+    """Create an executor for each member. The members that can use `workers` get them; at least one must."""
+    members = reward.members()
+    if workers and all(member.in_place for member in members.values()):
+        _check_inline_options(next(iter(members.values())), workers, limit)
     executors: dict[str, RewardExecutor] = {}
     try:
-        for name, part in reward.parts.items():
-            executors[name] = make_executor(part, None if part.in_place else workers, limit)
+        for name, member in members.items():
+            executors[name] = make_executor(member, None if member.in_place else workers, limit)
     except BaseException:
         for executor in executors.values():
             executor.close()
         raise
-    return _CombinedExecutor(reward, executors)
+    return executors
 
 
 def _check_inline_options(reward: RewardFunction, workers: int | None, limit: float) -> None:

@@ -49,6 +49,11 @@ def digits(task: Task, answer: str) -> float:
     return sum(letter.isdigit() for letter in answer) / max(len(answer), 1)
 
 
+def others(task: Task, answer: str) -> float:
+    """Return the share of other characters."""
+    return sum(not letter.isdigit() for letter in answer) / max(len(answer), 1)
+
+
 def fragile(task: Task, answer: str) -> float:
     """Return the same, or raise from the second task on while it is in `broken`."""
     if "fragile" in broken and task.ordinal > 3:

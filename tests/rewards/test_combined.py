@@ -245,5 +245,5 @@ def test_invalid_options_are_refused(overrides: list[str], kind: type[ConfigErro
 
 
 def test_every_other_reward_may_be_a_part() -> None:
-    assert REWARDS.keys() - COMBINABLE_REWARDS.keys() == {"combined", "environment", "nothing"}
+    assert REWARDS.keys() - COMBINABLE_REWARDS.keys() == {"by_source", "combined", "environment", "nothing"}
     assert all(REWARDS[name] is COMBINABLE_REWARDS[name] for name in COMBINABLE_REWARDS)

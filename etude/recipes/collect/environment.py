@@ -41,6 +41,11 @@ class EnvConfig(Config):
     tools: tuple[str, ...] = Field(
         (), description="functions that the model may call: path/to/file.py:name or module:name"
     )
+    sources: Annotated[tuple[str, ...], NOT_WITH_AGENT] = Field(
+        (),
+        description="data sources whose tasks are played in the environment or with the tools, in a mix; the tasks of "
+        "others are answered once. Empty plays all",
+    )
     hub: str | None = Field(
         None,
         description="environment of a hub, played by a process of its own: gymnasium:Blackjack-v1, "
@@ -74,11 +79,11 @@ class EnvConfig(Config):
         256, ge=1, description="most rollouts at a time; larger needs more environments at once, others wait"
     )
 
-    @field_validator("tools", mode="before")
+    @field_validator("tools", "sources", mode="before")
     @classmethod
-    def _one_is_a_list(cls, tools: Any) -> Any:
-        """Accept one tool without brackets."""
-        return (tools,) if isinstance(tools, str) else tools
+    def _one_is_a_list(cls, given: Any) -> Any:
+        """Accept one tool or source without brackets."""
+        return (given,) if isinstance(given, str) else given
 
     @property
     def has_environment(self) -> bool:
@@ -94,6 +99,10 @@ class EnvConfig(Config):
     def is_enabled(self) -> bool:
         """True if there is an environment or a tool, which the run plays."""
         return (self.has_environment or bool(self.tools)) and not self.is_agent
+
+    def plays(self, source: str) -> bool:
+        """Return True if the tasks of a data source are played, and not answered once."""
+        return self.is_enabled and (not self.sources or source in self.sources)
 
     @property
     def title(self) -> str:

@@ -136,7 +136,7 @@ class EpisodePlayer:
         """Play turn after turn, until the rollout ends."""
         first = await session.reset()
         content = check_observation(first.content or task.fields["prompt"])
-        transcript, state = Transcript(self._chat, content, first.tools), _state(first.anchor, content)
+        transcript, state = Transcript(self._chat, content, first.tools), state_number(first.anchor, content)
         episode.role = first.role
         for index in range(self.config.max_turns):
             prompt = transcript.ids
@@ -159,7 +159,7 @@ class EpisodePlayer:
                 episode.truncated = observation.truncated or completion.finish_reason == "length"
                 return
             transcript.add_observation(check_observation(observation.content))
-            state = _state(observation.anchor, check_observation(observation.content))
+            state = state_number(observation.anchor, check_observation(observation.content))
         episode.truncated = True
 
 
@@ -294,7 +294,7 @@ async def _awaited(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
-def _state(name: str | None, content: ObservationContent) -> int:
+def state_number(name: str | None, content: ObservationContent) -> int:
     """Return a number for the state that a turn begins in: a hash of its name, or of the observation."""
     text = f"named {name}" if name is not None else f"shown {observation_text(content)}"
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
+from etude.chat.transcript import check_observation
 from etude.protocols import Ids, TokenGenerator
-from etude.recipes.collect.episodes import ENVIRONMENT_PART, Episode, EpisodeEndedError, EpisodePlayer
+from etude.recipes.collect.episodes import ENVIRONMENT_PART, Episode, EpisodeEndedError, EpisodePlayer, state_number
 from etude.recipes.collect.rollouts import PlayedRollout
 from etude.records import Completion, Outcome, SamplingParams, Task, Turn
 from etude.rewards import Judge, Verdict
@@ -140,12 +142,15 @@ class EnginePlayer:
         episodes: EpisodePlayer | None,
         newest_version: Callable[[], int] | None = None,
         truncate: Callable[[Ids], Ids] = lambda ids: ids,
+        max_tokens_of: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """prompt_ids: encodes a prompt; `truncate` then cuts one that is too long. episodes: the player of multi-turn
         rollouts; with None, an attempt is one answer. newest_version: returns the engine's newest policy version, which
-        an attempt keeps from its first request on; None for an engine that has the newest weights only."""
+        an attempt keeps from its first request on; None for an engine that has the newest weights only. max_tokens_of:
+        the most tokens of an answer to a task of a data source."""
         self._prompt_ids = prompt_ids
         self._truncate = truncate
+        self._max_tokens_of = max_tokens_of
         self._judge = judge
         self._timeout = timeout
         self._engine = TimeoutEngine(engine, timeout)
@@ -186,7 +191,7 @@ class EnginePlayer:
                 async with self._slots:
                     if version is None and self._newest_version is not None:
                         version = self._newest_version()
-                    most = min(sampling.max_tokens, room)
+                    most = min(sampling.max_tokens, self._max_tokens_of.get(task.source, room), room)
                     params = replace(
                         sampling, seed=seeds(turn), max_tokens=most, version=version, routes_start=routes_start
                     )
@@ -200,7 +205,7 @@ class EnginePlayer:
                 message = f"No answer within `collect.timeout` = {self._timeout:g} seconds."
                 raise EpisodeEndedError(Outcome.TIMED_OUT, message) from error
 
-        if self._episodes is not None:
+        if self._episodes is not None and self._episodes.config.plays(task.source):
             played = await self._judge_episode(task, await self._episodes.play(task, ask), self._episodes)
             return replace(played, times=tuple(times))
         prompt = self._truncate(self._prompt_ids(task.fields["prompt"]))
@@ -210,7 +215,9 @@ class EnginePlayer:
             return PlayedRollout((), Verdict.failure(ended.outcome, str(ended)))
         verdict = await self._judge.judge(task, completion.text)
         finish = completion.finish_reason
-        turns = (Turn(prompt, completion, 0),)
+        # in a mix, the turns of other sources name the states in which they began
+        anchor = None if self._episodes is None else state_number(None, check_observation(task.fields["prompt"]))
+        turns = (Turn(prompt, completion, 0, anchor=anchor),)
         return PlayedRollout(turns, verdict, finish == "length", finish, times=tuple(times))
 
     async def _judge_episode(self, task: Task, episode: Episode, episodes: EpisodePlayer) -> PlayedRollout:
@@ -218,7 +225,7 @@ class EnginePlayer:
         if episode.outcome is Outcome.SUCCEEDED:
             verdict = await self._judge.judge(task, episode.turns[-1].completion.text)
             if episodes.has_environment:
-                verdict = replace(verdict, parts=self._reward_parts(episode.rewards, verdict))
+                verdict = replace(verdict, parts=self._reward_parts(task, episode.rewards, verdict))
         else:
             verdict = Verdict.failure(episode.outcome, episode.error)
         episode_fields = {
@@ -227,9 +234,9 @@ class EnginePlayer:
         finish = end_reason(episode.turns, episode.truncated, episodes.config.max_turns)
         return PlayedRollout(tuple(episode.turns), verdict, finish=finish, **episode_fields)
 
-    def _reward_parts(self, paid: Mapping[str, float], verdict: Verdict) -> dict[str, float]:
+    def _reward_parts(self, task: Task, paid: Mapping[str, float], verdict: Verdict) -> dict[str, float]:
         """Return all reward parts, those of the environment and those of the reward function."""
-        if not self._judge.scores_answers:
+        if not self._judge.scores(task):
             return {} if paid.keys() <= {ENVIRONMENT_PART} else dict(paid)
         parts = dict(paid) or {ENVIRONMENT_PART: 0.0}
         for name, value in (verdict.parts or {ANSWER_PART: verdict.reward}).items():

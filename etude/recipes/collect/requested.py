@@ -194,7 +194,7 @@ class RequestedRollouts:
 
     async def _judge_result(self, id: int, task: Task, turns: Sequence[Turn]) -> tuple[Verdict, RewardedBy]:
         """Return the verdict on a rollout that succeeded without a reward of its agent."""
-        if self._judge.scores_answers:
+        if self._judge.scores(task):
             answers = [turn.completion.text for turn in turns if turn.completion.finish_reason != "abort"]
             judged = await self._judge.judge(task, answers[-1] if answers else "")
             if judged.outcome is Outcome.SUCCEEDED:

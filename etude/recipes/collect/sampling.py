@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from etude.config import Config
+from etude.config.only_with import OnlyWith
+from etude.errors import ConfigError
 from etude.records import SamplingParams
 
 
@@ -39,6 +43,27 @@ class SamplingConfig(SamplingBase):
     """
 
     max_tokens: int = Field(1024, ge=1, description="most tokens of an answer; longer ones are cut off")
+    max_tokens_of: Annotated[
+        Mapping[str, int],
+        OnlyWith(
+            "has_agents",
+            lambda has_agents: not has_agents,
+            "does nothing where an agent plays: the agent sets the length of each answer. Leave it out.",
+        ),
+    ] = Field(
+        {},
+        description="most tokens of an answer in one data source, by its name, up to `max_tokens`; smaller is faster",
+    )
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> SamplingConfig:
+        for source, limit in self.max_tokens_of.items():
+            if not 1 <= limit <= self.max_tokens:
+                raise ConfigError(
+                    f"`max_tokens_of` gives answers of the data source `{source}` {limit} tokens, and those are 1 to "
+                    f"`max_tokens` = {self.max_tokens}. Lower it, or raise `max_tokens`."
+                )
+        return self
 
     def params(self, seed: int | None = None) -> SamplingParams:
         """Return the parameters of requests; the engine adds the model's own end tokens."""
@@ -71,7 +96,8 @@ class EvaluationSampling(SamplingBase):
 
     def fill_from(self, training: SamplingConfig) -> SamplingConfig:
         """Return complete parameters, with missing values taken from those of training."""
-        return SamplingConfig(**{**dict(self), "max_tokens": self.max_tokens or training.max_tokens})
+        lengths = {"max_tokens": training.max_tokens, "max_tokens_of": training.max_tokens_of}
+        return SamplingConfig(**dict(self) | (lengths if self.max_tokens is None else {}))
 
 
 def derived_seed(run: int, purpose: str, *position: int) -> int:

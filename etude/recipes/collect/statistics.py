@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -134,12 +134,18 @@ class CollectionWarnings:
         self._warn_rewards(step, earned, zero_variance=zero_variance)
 
     def fill_missing_parts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return a step's rollouts, all with the same named reward parts; missing parts are 0."""
-        names = sorted({name for rollout in rollouts for name in rollout.parts})
-        lacking = [rollout.id for rollout in rollouts if len(rollout.parts) < len(names)]
-        if not lacking:
+        """Return a step's rollouts, all with the same named reward parts; missing parts are 0.
+
+        Rollouts of other data sources may have other rewards, so they are compared with those of their own.
+        """
+        of_source: dict[str, set[str]] = defaultdict(set)
+        for rollout in rollouts:
+            of_source[rollout.source] |= rollout.parts.keys()
+        names = sorted(set().union(*of_source.values()))
+        if all(len(rollout.parts) == len(names) for rollout in rollouts):
             return list(rollouts)
-        if not self._warned_parts:
+        lacking = [rollout.id for rollout in rollouts if len(rollout.parts) < len(of_source[rollout.source])]
+        if lacking and not self._warned_parts:
             self._warned_parts = True
             self._log.warning(
                 "The reward gave %d of %d answers fewer named parts than others, which have %s. Missing parts count "

@@ -34,6 +34,7 @@ from etude.config.resume_marks import marked_options
 from etude.config.secrets import mask
 from etude.config.show import to_yaml
 from etude.config.tree import replace_option, to_tree
+from etude.data.files import split_source, with_source
 from etude.errors import ConfigError, CrewError, EngineError, RunError
 from etude.integrity import read_text, write_text
 from etude.observe import get_logger, read_steps
@@ -229,7 +230,12 @@ def _with_paths(run: R, change: Callable[[Path], Path]) -> R:
     """Return the same run with changed paths."""
 
     def data(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name if is_module(name) else str(change(Path(name))) for name in names)
+        return tuple(map(file, names))
+
+    def file(name: str) -> str:
+        """Change the file of `source=path/to/file`; leave `module:Name` as it is."""
+        source, path = split_source(name)
+        return name if is_module(path) else with_source(source, str(change(Path(path))))
 
     def code(path: str) -> str:
         """Change the file of `path/to/file.py:name`; leave `module:name` as it is."""

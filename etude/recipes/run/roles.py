@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etude.rewards import CombinedReward, RewardFunction, RewardModelScore
+from etude.rewards import RewardFunction, RewardModelScore
 
 ROLLOUT_COLUMNS = frozenset(
     ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward", "source"]
@@ -28,7 +28,7 @@ ENVIRONMENT_COLUMNS = frozenset({"anchor"})
 
 
 def model_rewards(reward: RewardFunction) -> list[RewardModelScore]:
-    """Return the rewards that a model in this process computes: this one, or parts of it."""
-    if isinstance(reward, CombinedReward):
-        return [reward_model for part in reward.parts.values() for reward_model in model_rewards(part)]
-    return [reward] if isinstance(reward, RewardModelScore) else []
+    """Return the rewards that a model in this process computes: this one, or members of it."""
+    if isinstance(reward, RewardModelScore):
+        return [reward]
+    return [reward_model for member in reward.members().values() for reward_model in model_rewards(member)]

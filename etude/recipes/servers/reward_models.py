@@ -14,7 +14,7 @@ from etude.models import load
 from etude.protocols import Ids
 from etude.recipes.run.directory import check_model
 from etude.records import Message, Task
-from etude.rewards import CombinedReward, RewardFunction, RewardModelScore
+from etude.rewards import RewardFunction, RewardModelScore
 from etude.train import ModelScorer
 from etude.train.optim import PRECISIONS
 
@@ -23,11 +23,7 @@ def load_reward_models(reward: RewardFunction, device: torch.device) -> RewardFu
     """Return the reward with every model that it names loaded onto a device."""
     if isinstance(reward, RewardModelScore):
         return _load_reward_model(reward, device)
-    if isinstance(reward, CombinedReward):
-        return reward.model_copy(
-            update={"parts": {name: load_reward_models(part, device) for name, part in reward.parts.items()}}
-        )
-    return reward
+    return reward.with_members({name: load_reward_models(part, device) for name, part in reward.members().items()})
 
 
 def encode_prompt_and_answer(chat: ChatRenderer, prompt: str | Sequence[Mapping[str, Any]], answer: str) -> Ids:

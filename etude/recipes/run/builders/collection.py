@@ -19,14 +19,16 @@ from etude.recipes.collect.newest_version import newest_version
 from etude.recipes.collect.player import AttemptPlayer, EnginePlayer
 from etude.recipes.collect.requested import RequestedRollouts
 from etude.recipes.collect.rollouts import PutSamples
+from etude.recipes.collect.sampling import SamplingConfig
 from etude.recipes.collect.statistics import CollectionWarnings
 from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.builders.episodes import build_episode_player
 from etude.recipes.run.builders.tasks import TaskLoader
+from etude.recipes.run.rules.sources import DataSources
 from etude.records import SamplingParams
-from etude.rewards import Judge
+from etude.rewards import BySourceReward, Judge
 from etude.store import Journal, open_store
 from etude.store.queue.local_queue import LocalRolloutQueue, open_own_queue
 from etude.store.queue.rollout_limits import RolloutPurpose
@@ -126,7 +128,8 @@ class RolloutBuilder:
         """
         config = self.run.agent
         if not config.is_enabled:
-            return self._build_evaluator(self._build_player(self._build_episodes()))
+            sampling = self.run.evaluate.sampling.fill_from(self.run.sampling)
+            return self._build_evaluator(self._build_player(self._build_episodes(), sampling))
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
         store = stack.enter_context(closing(open_store()))
         overrides = {"store": None, "listen": "127.0.0.1:0", "runners": config.runners or 1}
@@ -169,13 +172,14 @@ class RolloutBuilder:
         """Return the rollouts that are requested from the run's engine, and the player of those that are scored."""
         run = self.run
         episodes = self._build_episodes()
-        scoring = self._build_player(episodes)
+        scored_with = run.evaluate.sampling.fill_from(run.sampling)
+        scoring = self._build_player(episodes, scored_with)
         players: Mapping[RolloutPurpose, tuple[EnginePlayer, SamplingParams]] = {
             "train": (
-                self._build_player(episodes),
+                self._build_player(episodes, run.sampling),
                 run.training_params(),
             ),
-            "val": (scoring, run.evaluate.sampling.fill_from(run.sampling).params()),
+            "val": (scoring, scored_with.params()),
         }
         runner = EngineRunner(queue, players, run.seed)
         limits = engine_limits(run.collect.retries)
@@ -205,6 +209,8 @@ class RolloutBuilder:
             return None
         loader = TaskLoader(run.data, run.env, run.reward, self.chat, for_agents=run.has_agents)
         dataset, _ = loader.load("data.val", run.data.val)
+        if isinstance(run.reward, BySourceReward):
+            DataSources("data.val", dataset.sources()).check_rewards(run.reward.sources)
         return Evaluator(
             run.evaluate,
             sampling=run.evaluate.sampling.fill_from(run.sampling).params(),
@@ -220,12 +226,13 @@ class RolloutBuilder:
     def _build_episodes(self) -> EpisodePlayer | None:
         return build_episode_player(self.run.env, self.max_total_tokens, self.chat, self.hub)
 
-    def _build_player(self, episodes: EpisodePlayer | None) -> EnginePlayer:
-        """Return the player of the run's attempts with its engine."""
+    def _build_player(self, episodes: EpisodePlayer | None, sampling: SamplingConfig) -> EnginePlayer:
+        """Return the player of the run's attempts with its engine. sampling: has the lengths of answers."""
         run = self.run
         return EnginePlayer(
             prompt_ids=self.chat.prompt_ids,
             truncate=run.data.truncate,
+            max_tokens_of=sampling.max_tokens_of,
             engine=self.engine,
             judge=self.judge,
             timeout=run.collect.timeout,

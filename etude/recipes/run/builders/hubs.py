@@ -16,6 +16,7 @@ from pathlib import Path
 
 from etude.agents.hubs.pool import HubPool
 from etude.config.tree import replace_option
+from etude.data.files import split_source, with_source
 from etude.errors import ConfigError
 from etude.observe import get_logger
 from etude.recipes.run.config import Run
@@ -32,13 +33,15 @@ def name_task_files(run: Run, directory: Path | None = None) -> Run:
     """
     for option in ("data.train", "data.val"):
         names = getattr(run.data, option.partition(".")[2])
-        asked = {name: _ASKED.fullmatch(name) for name in names if name.split(":")[0] == "env"}
+        asked = {name: split_source(name) for name in names}
+        asked = {name: named for name, named in asked.items() if named[1].split(":")[0] == "env"}
         if not asked:
             continue
         directory = directory or run.directory or new_directory(Path("runs"), run.recipe)
         run = run.model_copy(update={"directory": run.directory or directory})
         files = {}
-        for name, numbers in asked.items():
+        for name, (source, tasks) in asked.items():
+            numbers = _ASKED.fullmatch(tasks)
             if run.env.hub is None:
                 raise ConfigError(
                     f"`{option}={name}` are tasks of a hub's environment, and `env.hub` names none. Name it, as in "
@@ -49,7 +52,8 @@ def name_task_files(run: Run, directory: Path | None = None) -> Run:
                     f"`{option}={name}` names no tasks of the hub. Write the first number, and the one after the last: "
                     f"`{option}=env:0:1000`."
                 )
-            files[name] = str(directory / TASKS_FOLDER / f"env-{numbers[1]}-{numbers[2]}.jsonl")
+            file = directory / TASKS_FOLDER / f"env-{numbers[1]}-{numbers[2]}.jsonl"
+            files[name] = with_source(source, str(file))
         run = replace_option(run, option, tuple(files.get(name, name) for name in names))
     return run
 
@@ -64,9 +68,10 @@ def open_hub(run: Run) -> Iterator[HubPool | None]:
         return
     with HubPool(spec, run.env.workers) as pool:
         for name in dict.fromkeys((*run.data.train, *run.data.val)):
-            numbers = _DRAWN.fullmatch(Path(name).name)
-            if numbers is not None and Path(name).parent.name == TASKS_FOLDER and not Path(name).exists():
-                _draw(pool, Path(name), int(numbers[1]), int(numbers[2]))
+            file = Path(split_source(name)[1])
+            numbers = _DRAWN.fullmatch(file.name)
+            if numbers is not None and file.parent.name == TASKS_FOLDER and not file.exists():
+                _draw(pool, file, int(numbers[1]), int(numbers[2]))
         yield pool
 
 

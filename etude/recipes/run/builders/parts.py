@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from etude.recipes.run.steps.save_resume import CheckpointSaver, resume_run
 from etude.recipes.servers.reward_models import load_reward_models
 from etude.recipes.servers.server_weights import WeightPublisher
 from etude.recipes.workers.policy_worker import PolicyWorker
-from etude.rewards import Judge
+from etude.rewards import BySourceReward, Judge
 from etude.rollout.engine_thread import release_omp_workers
 from etude.rollout.held_adapters import adapter_count
 from etude.store import open_store
@@ -145,13 +145,20 @@ def assemble_parts(
 
 
 def _check_sources(run: Run, train: Dataset) -> None:
-    """Refuse data sources without a teacher, and options that name none of the data's sources."""
-    weights = run.advantage.weights if isinstance(run.advantage, OnPolicyDistillation) else {}
-    if run.teacher.paths or weights:
+    """Refuse data sources without a teacher or a reward, and options that name none of the data's sources."""
+    named: dict[str, Collection[str]] = {
+        "teacher.paths": run.teacher.paths,
+        "advantage.weights": run.advantage.weights if isinstance(run.advantage, OnPolicyDistillation) else (),
+        "reward.sources": run.reward.sources if isinstance(run.reward, BySourceReward) else (),
+        "env.sources": run.env.sources,
+        "sampling.max_tokens_of": run.sampling.max_tokens_of,
+    }
+    if any(named.values()):
         sources = DataSources("data.train", train.sources(), run.data.sampler)
         sources.check_teachers(run.teacher.paths)
-        sources.refuse_others("teacher.paths", run.teacher.paths)
-        sources.refuse_others("advantage.weights", weights)
+        sources.check_rewards(named["reward.sources"])
+        for option, names in named.items():
+            sources.refuse_others(option, names)
 
 
 def _free_engine_memory(train: TrainConfig, crew: Crew, publisher: WeightPublisher | None) -> Callable[[], None]:

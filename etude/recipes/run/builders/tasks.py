@@ -34,11 +34,9 @@ class TaskLoader:
             return Dataset.load(files, self.data.columns, requires_prompt=False), 0
         dataset = self._judged(Dataset.load(files, self.data.columns), name)
         toolbox = self.env.load_toolbox()
-        if (
-            toolbox is not None
-            and not self.env.has_environment
-            and isinstance(dataset.task(0, 0).fields["prompt"], str)
-        ):
+        first = dataset.task(0, 0)
+        offers_tools = toolbox is not None and not self.env.has_environment and self.env.plays(first.source)
+        if offers_tools and isinstance(first.fields["prompt"], str):
             raise ConfigError(
                 f"`env.tools` offers functions by the chat template, and {dataset.location(0)} has a text prompt, "
                 "which is continued without one. Give prompts as messages."

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from etude.data.files import split_source
 from etude.errors import RunError
 from etude.integrity import read_json, write_json
 from etude.observe import get_logger
@@ -162,10 +163,12 @@ def evaluation_id(val: Sequence[str], settings: Mapping[str, Any]) -> str:
 
 
 def _of_data(role: str, name: str) -> Iterator[tuple[str, Path | str]]:
-    if is_module(name):
-        yield role, name
+    source, path = split_source(name)
+    role = f"{role} of {source}" if source else role
+    if is_module(path):
+        yield role, path
     else:
-        yield from _within(role, Path(name).expanduser())
+        yield from _within(role, Path(path).expanduser())
 
 
 def _within(role: str, path: Path) -> Iterator[tuple[str, Path]]:

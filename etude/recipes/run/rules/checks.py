@@ -26,7 +26,7 @@ from etude.recipes.run.rules.router_replay import check_router_replay
 from etude.recipes.run.rules.stale_data import check_stale_ratios, check_staleness
 from etude.recipes.run.rules.token_sets import check_token_sets
 from etude.recipes.run.rules.turns import check_turns
-from etude.rewards import CombinedReward, NoReward, RewardFunction
+from etude.rewards import BySourceReward, CombinedReward, NoReward, RewardFunction
 from etude.rollout import ServerConfig, TorchEngineConfig
 
 NO_MODEL = "A run needs a model: give a Hugging Face model directory with `model.path=…`."
@@ -258,6 +258,14 @@ def _check_environment(run: Run) -> Iterator[ConfigError]:
             "`reward=environment` leaves rewards to the environment, and there is none that gives rewards. Give one "
             "with `env.path` or `env.hub`, or choose a reward."
         )
+    if isinstance(run.reward, BySourceReward) and not run.has_agents:
+        members = run.reward.sources.items()
+        left = [name for name, reward in members if not reward.scores_answers and not run.env.plays(name)]
+        if left:
+            yield ConfigError(
+                f"`reward.sources.{left[0]}=environment` leaves the rewards of the data source `{left[0]}` to the "
+                f"environment, which does not play it. Name it in `env.sources`, or choose a reward."
+            )
     if run.env.is_enabled and run.data.overlong == "truncate":
         yield ConfigError(
             "`data.overlong=truncate` cuts off the beginning of a prompt, and a multi-turn rollout keeps its own. "

@@ -20,12 +20,19 @@ class DataSources:
 
     def check_teachers(self, teachers: Collection[str]) -> None:
         """Refuse a source without a teacher. teachers: the sources that have one; none if one teacher is for all."""
-        untaught = [name for name in self._used if name not in teachers]
-        if teachers and untaught:
-            subject = f"of the data source `{untaught[0]}`" if untaught[0] else "without a data source"
+        self._check_complete("`teacher.paths` has no teacher", teachers)
+
+    def check_rewards(self, rewards: Collection[str]) -> None:
+        """Refuse a source without a reward. rewards: the sources that have one; none if one reward is for all."""
+        self._check_complete("`reward.sources` has no reward", rewards)
+
+    def _check_complete(self, lacking: str, named: Collection[str]) -> None:
+        missing = [name for name in self._used if name not in named]
+        if named and missing:
+            subject = f"of the data source `{missing[0]}`" if missing[0] else "without a data source"
             raise ConfigError(
-                f"`{self._option}` has rows {subject}, for which `teacher.paths` has no teacher: it has one for "
-                f"{_listed(teachers)}. {self._describe()} Give each of them a teacher, or leave its rows out."
+                f"`{self._option}` has rows {subject}, for which {lacking}: it has one for "
+                f"{_listed(named)}. {self._describe()} Give each of them one, or leave its rows out."
             )
 
     def refuse_others(self, option: str, named: Collection[str]) -> None:
@@ -40,7 +47,10 @@ class DataSources:
     def _describe(self) -> str:
         names = [name for name in self._names if name]
         if not names:
-            return "The rows have no data source; `data.columns.source` names the column that has it."
+            return (
+                "The rows have no data source; `data.columns.source` names the column that has it, and "
+                "`data.train=[maths=tasks.parquet]` names it for a file."
+            )
         return f"The rows have the data sources {_listed(names)}."
 
 

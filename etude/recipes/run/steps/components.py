@@ -22,6 +22,7 @@ from etude.recipes.run.steps.ess_warnings import EssWarnings
 from etude.recipes.run.steps.evaluation import PeriodicEvaluation
 from etude.recipes.run.steps.sampled_rollouts import choose_rollouts, read_sampled
 from etude.recipes.run.steps.save_resume import CheckpointSaver
+from etude.recipes.run.steps.source_metrics import SourceMetrics
 from etude.recipes.workers.checkpointed import CheckpointedModels
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Rollout, Sample
@@ -127,6 +128,7 @@ class RunComponents:
     """Number of rollouts of a step that trackers get."""
     publisher: Callable[[int], Metrics] | None = None
     """Publishes a version of the weights to servers; None where the workers' own engines sample."""
+    source_metrics: SourceMetrics = field(default_factory=SourceMetrics)
 
     def begin(self) -> None:
         """Publish the first weights, and score them if that is due.
@@ -187,6 +189,7 @@ class RunComponents:
         for rollout in groups.rollouts:
             for name, value in rollout.parts.items():
                 metrics.add(f"reward/{name}", Mean.of(value))
+        metrics.merge(self.source_metrics.measure(groups.scored))
         if "turns" in groups.metrics:
             observed = sum(each.observation_tokens for each in groups.scored)
             metrics.add("observation_length", Mean.over(observed, len(rewards)))

@@ -1,0 +1,82 @@
+"""A mix of data sources in one run: each with its own file, reward, share and length of answers; one is played."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from tests.recipes import partners
+from tests.recipes.runs import REWARDS, Captured, refused_run, same, step_metrics, train, weights
+from tests.recipes.supervised_runs import write
+
+SOURCES = ("sums", "words", "game")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tasks without a data source, in a file for each."""
+    directory = tmp_path_factory.mktemp("mix")
+    for source, prompt in zip(SOURCES, ("{}+{}=", "{}-{}:", "{}*{}="), strict=True):
+        rows = [{"prompt": prompt.format(n % 10, n // 10)} for n in range(20)]
+        write(directory / f"{source}.jsonl", rows)
+    return {source: directory / f"{source}.jsonl" for source in SOURCES}
+
+
+def mix(files: dict[str, Path], **changes: Any) -> dict[str, Any]:
+    """Return the options of a run on a mix: digits earn in sums, other letters in words, and turns in the game."""
+    return {
+        "data.train": f"{{{', '.join(f'{source}: {file}' for source, file in files.items())}}}",
+        "data.sampler": "weighted",
+        "data.sampler.weights": "{sums: 2, words: 1, game: 1}",
+        "reward": "by_source",
+        "reward.path": None,
+        "reward.sources.sums": "function",
+        "reward.sources.sums.path": f"{REWARDS}:digits",
+        "reward.sources.words": "function",
+        "reward.sources.words.path": f"{REWARDS}:others",
+        "reward.sources.game": "environment",
+        "env.path": f"{partners.__name__}:Echo",
+        "env.kwargs.turns": 2,
+        "env.sources": "[game]",
+        "sampling.max_tokens_of.words": 3,
+        "collect.tasks": 4,
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+
+
+@pytest.mark.slow
+def test_each_source_of_a_mix_learns_and_a_resumed_run_is_the_same(
+    world: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    run = train(world, tmp_path / "run", **mix(files, steps=24))
+    steps = step_metrics(run)
+    for source, share in zip(SOURCES, (2, 1, 1), strict=True):
+        earned = [step[f"source/{source}/reward"] for step in steps]
+        assert fmean(earned[-4:]) > fmean(earned[:4]) + 0.1, f"{source}: {earned}"
+        assert all(step[f"source/{source}/rollouts"] == 4 * share for step in steps)
+    assert max(step["source/words/answer_length"] for step in steps) <= 3
+    assert max(step["source/sums/answer_length"] for step in steps) > 3
+    halves = train(world, tmp_path / "halves", **mix(files, steps=11))
+    train(world, halves, **mix(files, steps=24))
+    assert same(weights(halves), weights(run))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"reward.sources.words": None, "reward.sources.words.path": None},
+            "`data.train` has rows of the data source `words`, for which `reward.sources` has no reward",
+        ),
+        ({"env.sources": "[sums]"}, "`reward.sources.game=environment` leaves the rewards of the data source `game`"),
+        ({"env.sources": "[game, maze]"}, "`env.sources` names the data source `maze`, and `data.train` has no row"),
+        ({"sampling.max_tokens_of.words": 7}, "`max_tokens_of` gives answers of the data source `words` 7 tokens"),
+        ({"sampling.max_tokens_of.maze": 2}, "`sampling.max_tokens_of` names the data source `maze`"),
+    ],
+)
+def test_a_mix_that_does_not_fit_its_data_is_refused(
+    world: Path, files: dict[str, Path], tmp_path: Path, capsys: Captured, changes: dict[str, Any], message: str
+) -> None:
+    assert message in refused_run(capsys, world, tmp_path / "run", **mix(files) | changes)
