@@ -114,7 +114,10 @@ def test_a_later_turn_has_the_experts_of_new_tokens_alone_and_the_row_those_of_a
 def test_an_engine_without_records_refuses_to_report_them() -> None:
     with engine_of(family_model("qwen3_moe")) as engine:
         assert engine.generate_all([SHORT], [sampling(2, start=None)])[0].routes is None
-        with pytest.raises(DataError, match=r"`routes_start`.* `records_routes=True` does"):
+        with pytest.raises(
+            DataError,
+            match=r"`routes_start`.* does not record them. An embedded engine does if .* `records_routes=True`",
+        ):
             engine.generate_all([SHORT], [sampling(2)])
 
 
