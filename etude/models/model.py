@@ -20,6 +20,7 @@ from etude.models.fused_layers import FusedBackbone, supports_fused
 from etude.models.lora_layers import adapted_layers, external_name, is_adapted, merge_adapter, without_adapters
 from etude.models.part_patterns import matches_part, refuse_unmatched
 from etude.models.prepack import LinearWeight, prepacked_linear
+from etude.models.published_names import read_expert_name
 from etude.models.routes import RouteShape, control_routers
 from etude.models.shapes import AttentionShape, LayerSizes, attention_shapes, read_context_length
 from etude.models.transformers_backbone import TransformersBackbone, decoder_layers
@@ -250,6 +251,11 @@ class Model:
             yield name, weight
             if tied and name in names:
                 yield "lm_head.weight", weight.clone()
+
+    @staticmethod
+    def read_expert_name(name: str) -> tuple[str, int | None]:
+        """Return the parameter and the expert that a name of weights that come one by one has; None for all of it."""
+        return read_expert_name(name)
 
     def with_buffers(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield these weights, and then the buffers that the model's files hold besides, such as biases of routers."""

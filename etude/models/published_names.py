@@ -37,6 +37,12 @@ def expert_name(name: str, expert: int) -> str:
     return f"{name}[{expert}]"
 
 
+def read_expert_name(name: str) -> tuple[str, int | None]:
+    """Return the name of a parameter, and the expert of it that `expert_name` names; None for the whole parameter."""
+    part = _EXPERT.fullmatch(name)
+    return (name, None) if part is None else (part[1], int(part[2]))
+
+
 @dataclass(frozen=True)
 class StoredPiece:
     """A tensor of the files, as a block of a parameter."""
@@ -102,10 +108,9 @@ class PublishedNames:
         waiting: dict[str, WeightConverter] = {}
         experts: list[Tensor] = []
         for name, weight in weights:
-            part = _EXPERT.fullmatch(name)
-            if part is not None:
-                name = part[1]
-                pieces = self._pieces_by_expert(name).get(int(part[2]))
+            name, expert = read_expert_name(name)
+            if expert is not None:
+                pieces = self._pieces_by_expert(name).get(expert)
                 if pieces is not None:
                     yield from ((piece.name, piece.of_expert(weight)) for piece in pieces)
                     continue

@@ -125,16 +125,14 @@ def _late_result(future: Future[T]) -> T:
 
 
 class WeightCopy:
-    """One copy, weight by weight. Frozen weights may be missing."""
+    """One copy, weight by weight; the experts of a weight may come one by one. Frozen weights may be missing."""
 
     def __init__(self, model: Model) -> None:
+        self._read_name = model.read_expert_name
         self._missing = dict(model.named_weights())
-        self._count = len(self._missing)
-
-    @property
-    def has_begun(self) -> bool:
+        self._experts: dict[str, set[int]] = {}
+        self.has_begun = False
         """True if a weight was written."""
-        return len(self._missing) < self._count
 
     @property
     def is_whole(self) -> bool:
@@ -145,15 +143,37 @@ class WeightCopy:
         """Write all of these weights, or none if there are none. After an error they may be a mixture."""
         with torch.inference_mode(False), torch.no_grad():
             for name, weight in weights:
-                if name not in self._missing or self._missing[name].shape != weight.shape:
+                held = self._target(name)
+                if held is None or held.shape != weight.shape:
                     raise EngineError(
                         f"The weight {name} {list(weight.shape)} was sent. The engine's model does not have it, has it "
                         f"in another shape, or got it before. The two models are of different architectures."
                     )
-                self._missing.pop(name).copy_(weight)
+                self.has_begun = True
+                held.copy_(weight)
+                self._note(name)
         unsent = [name for name, held in self._missing.items() if held.requires_grad]
         if self.has_begun and unsent:
             raise EngineError(f"{len(unsent)} weights were not sent, {min(unsent)} among them: send all or none.")
+
+    def _target(self, name: str) -> Tensor | None:
+        """Return the memory of a weight, or of one expert of it, that was not written yet."""
+        parameter, expert = self._read_name(name)
+        held = self._missing.get(parameter)
+        if held is None or expert is None:
+            return held
+        is_new = expert < len(held) and expert not in self._experts.get(parameter, ())
+        return held[expert] if is_new else None
+
+    def _note(self, name: str) -> None:
+        """Note that a weight, or one expert of it, was written."""
+        parameter, expert = self._read_name(name)
+        if expert is not None:
+            written = self._experts.setdefault(parameter, set())
+            written.add(expert)
+            if len(written) < len(self._missing[parameter]):
+                return
+        del self._missing[parameter]
 
 
 def to_engine_error(error: Exception, config: TorchEngineConfig) -> EngineError:

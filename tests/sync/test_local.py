@@ -13,8 +13,10 @@ from torch import Tensor
 
 from etude.errors import ConfigError, EngineError
 from etude.models import Model, create, tiny_config
+from etude.models.published_names import expert_name
 from etude.records import SamplingParams
 from etude.rollout import TorchEngineConfig
+from etude.rollout.engine_thread import WeightCopy
 from etude.rollout.torch_engine import TorchEngine
 from etude.sync import publish_to_engine
 
@@ -87,6 +89,26 @@ def test_generated_weights_are_freed_one_by_one() -> None:
         assert metrics["publish_bytes"] == sum(weight.nbytes for weight in named(held).values())
     assert len(made) > 9 and most <= 2
     assert all(torch.equal(weight, named(trained)[name]) for name, weight in named(held).items())
+
+
+def test_experts_may_come_one_by_one() -> None:
+    trained, held = (create(tiny_config(50, family="qwen3_moe"), seed=seed) for seed in (0, 1))
+
+    def parts() -> Iterator[tuple[str, Tensor]]:
+        for name, weight in named(trained).items():
+            if weight.ndim == 3:
+                yield from ((expert_name(name, expert), part) for expert, part in enumerate(weight))
+            else:
+                yield name, weight
+
+    copy = WeightCopy(held)
+    copy.run(parts())
+    assert copy.is_whole
+    assert all(torch.equal(weight, named(trained)[name]) for name, weight in named(held).items())
+    with pytest.raises(EngineError, match=r"1 weights were not sent, model[.]layers[.]0[.]mlp[.]experts[.]down_proj"):
+        WeightCopy(held).run(part for part in parts() if part[0] != "model.layers.0.mlp.experts.down_proj[2]")
+    with pytest.raises(EngineError, match=r"down_proj\[2\] .* got it before"):
+        WeightCopy(held).run(2 * [part for part in parts() if part[0].endswith("down_proj[2]")])
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_written() -> None:

@@ -423,7 +423,7 @@ class PolicyWorker(CheckpointedWorker):
             metrics = asyncio.run(publish_to_engine(engine, learner.adapter_weights().items(), version))
         else:
             gathered = {name: weight.shape for name, weight in model.named_weights()} if learner.is_sharded else None
-            with self._collective(learner.weights()) as weights:
+            with self._collective(learner.merged_weights()) as weights:
                 metrics = asyncio.run(publish_to_engine(engine, weights, version, gathered))
         asyncio.run(engine.wake())  # it may have slept to make room
         asyncio.run(engine.resume())  # it has paused since the update
