@@ -25,8 +25,10 @@ from etude.models.kernels.probe import ProbedModel, probe_kernels
 from etude.models.kernels.shapes import KernelShape
 from etude.models.kernels.step import ATTENTION, KERNELS, ROTARY, KernelStepOps
 from etude.records import SamplingParams
+from etude.rollout.static_step import StaticStep, StepKey
 from tests.models.kernels.attention_cases import AttentionCase, check_attention, check_scratch_rows
 from tests.models.kernels.decode_cases import check_add_norm, check_gated_silu, check_norm_rotate_write
+from tests.rollout.dispatched import Counting
 from tests.rollout.engines import engine_of, model_of, prompt_of
 
 FLOAT = torch.float32
@@ -72,6 +74,39 @@ def check_engine() -> None:
         np.testing.assert_allclose(without.logp, with_kernels.logp, atol=2e-5)
 
 
+def check_operations() -> None:
+    """A GPU runs at most 12 operations a layer: products of torch, and kernels."""
+    few = count_operations(2)
+    more = count_operations(4)
+    assert (more - few) / 2 <= 12, f"{more} operations in 4 layers, {few} in 2"
+
+
+def count_operations(layers: int) -> int:
+    """Return the operations of a static step."""
+    counts: list[int] = []
+    compute = StaticStep.compute
+    launch = interpreter.GridExecutor.__call__
+
+    def compute_counting(step: StaticStep, key: StepKey) -> None:
+        with Counting() as counted:
+
+            def launch_counting(*arguments: Any, **options: Any) -> None:
+                before = [*counted.names]
+                launch(*arguments, **options)
+                counted.names[:] = [*before, "kernel"]  # without what the interpreter does for it
+
+            with patch.object(interpreter.GridExecutor, "__call__", launch_counting):
+                compute(step, key)
+        counts.append(len(counted.names))
+
+    with (
+        patch.object(StaticStep, "compute", compute_counting),
+        engine_of(model_of("qwen3", layers=layers), static_steps=True, deterministic=False, max_num_seqs=4) as engine,
+    ):
+        engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=3, seed=0)])
+    return counts[-1]
+
+
 CASES: dict[str, Callable[[], None]] = {
     "answers": partial(check_attention, AttentionCase(), "cpu", FLOAT, alone=(0, 2, 3, 4)),
     "window and sinks": partial(
@@ -95,6 +130,7 @@ CASES: dict[str, Callable[[], None]] = {
     "activation": partial(check_gated_silu, "cpu", FLOAT),
     "activation, half": partial(check_gated_silu, "cpu", torch.float16),
     "an engine": check_engine,
+    "operations of a layer": check_operations,
     "a trial that all pass": partial(check_choice, FLOAT, {}),
     "a trial with wrong products": partial(check_choice, torch.bfloat16, {ATTENTION: "its result is off by "}),
     "a trial that cannot be compiled": partial(

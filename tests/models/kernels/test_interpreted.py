@@ -18,7 +18,7 @@ def triton() -> PythonEnvironment:
 
 def test_kernels_compute_what_torch_does(triton: PythonEnvironment) -> None:
     outcomes = run_with_triton(triton, "tests.models.kernels.interpreted", interpret=True)
-    assert len(outcomes) == 18
+    assert len(outcomes) == 19
     assert not [f"{name}: {error}" for name, error in outcomes if error is not None]
 
 
