@@ -5,18 +5,21 @@
 Both do the same work on the same random Qwen3-shaped weights, in the precision that `train.precision=auto` chooses:
 log-probs of each row's answer tokens, a policy-gradient loss, backward, AdamW without clipping. The plain step uses
 transformers alone: rows padded to the longest, in micro-batches of eight, all logits, `log_softmax`, SDPA attention.
-Three cases:
+Four cases:
 
     mixed    rows of 16 to 128 tokens, a quarter of each a separate prompt
     shared   512-token prompts, each shared by eight answers of 32 tokens
     hybrid   a small Qwen3.5, whose layers mostly have states: a 256-token prompt, shared by eight answers of 30 to 256
+    experts  the rows of `mixed` through a Qwen3-MoE of 32 experts, of which each token goes through four
 
-The hybrid's tree is compared with the same rows apart: each an own row of Etude's pack, and one by one by transformers.
+Etude's own products of experts are compared with transformers' grouped ones and with its loop over experts, on the same
+pack; and the whole step with the plain one. The hybrid's tree is compared with the same rows apart: each an own row of
+Etude's pack, and one by one by transformers.
 
 It uses the GPU if there is one; `--size 600m --rows 256` is a size for it.
 
-The ratio is the speedup of Etude over the other step; the limits are 1.15, 4, and for the hybrid 1.5
-beside transformers and 1.2 beside rows apart.
+The ratio is the speedup of Etude over the other step; the limits are 1.15, 4, for the hybrid 1.5
+beside transformers and 1.2 beside rows apart, and for experts 0.95 beside the same products.
 """
 
 from __future__ import annotations
@@ -60,10 +63,35 @@ HYBRIDS = {
     "tiny": {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2},
 }
 """The hybrid of each size; `600m` has the shapes of Qwen3.5-0.8B."""
+MIXTURES = {
+    "75m": {
+        "layers": 4,
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+    },
+    "600m": {
+        "layers": 12,
+        "hidden": 1024,
+        "heads": 16,
+        "kv_heads": 4,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 256,
+    },
+    "tiny": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "num_experts": 4, "moe_intermediate_size": 32},
+}
+"""The mixture of each size. Its vocabulary is small, so that the experts are most of the step."""
+MIXTURE_VOCABULARY = 4096
+CASES = ("mixed", "shared", "hybrid", "experts")
 GROUP, PROMPT, ANSWER, MICRO = 8, 512, 32, 8
 """Rows that share a prompt; its tokens; an answer's tokens; rows of a padded micro-batch."""
 ALONE_LIMIT = 1.5
 APART_LIMIT = 1.2
+PRODUCTS_LIMIT = 0.95
 
 
 @dataclass(frozen=True)
@@ -231,7 +259,8 @@ def cases(size: str, count: int, only: Sequence[str]) -> list[Case]:
             model, plain = models_of(config_of(size))
             kind = f"plain step, {len(rows.ids)} rows"
             result.append(Case(name, kind, plain_step(plain, rows), etude_step(model, rows), limit, is_peer=True))
-    return result + (hybrid_cases(size) if not only or "hybrid" in only else [])
+    result += hybrid_cases(size) if not only or "hybrid" in only else []
+    return result + (mixture_cases(size, count) if not only or "experts" in only else [])
 
 
 def hybrid_cases(size: str) -> list[Case]:
@@ -247,6 +276,24 @@ def hybrid_cases(size: str) -> list[Case]:
     return [
         Case("hybrid", f"transformers, one by one, {GROUP} rows", alone, ours, ALONE_LIMIT, is_peer=True),
         Case("hybrid, rows apart", f"Etude without trees, {GROUP} rows", apart, ours, APART_LIMIT, is_peer=True),
+    ]
+
+
+def mixture_cases(size: str, count: int) -> list[Case]:
+    """Return the step of a mixture beside the same step with transformers' products, and beside the plain step."""
+    vocabulary = min(VOCABULARY[size], MIXTURE_VOCABULARY)
+    rows, config = mixed_rows(count, vocabulary), tiny_config(vocabulary, family="qwen3_moe", **MIXTURES[size])
+    model, plain = models_of(config)
+    looped, grouped = (models_of(config)[0] for _ in range(2))
+    ours = etude_step(model, rows)
+    looped.module.set_experts_implementation("eager")
+    grouped.module.set_experts_implementation("grouped_mm")
+    kind = f"transformers' products of experts, {len(rows.ids)} rows"
+    padded = f"plain step of a mixture, {len(rows.ids)} rows"
+    return [
+        Case("experts, grouped", kind, etude_step(grouped, rows), ours, PRODUCTS_LIMIT, is_peer=True),
+        Case("experts, one by one", kind, etude_step(looped, rows), ours, PRODUCTS_LIMIT, is_peer=True),
+        Case("experts", padded, plain_step(plain, rows), ours, 1.15, is_peer=True),
     ]
 
 
@@ -267,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; medians are shown")
     parser.add_argument("--rows", type=int, default=64, help="rows of a step; a multiple of 8")
     parser.add_argument("--size", choices=list(SIZES), default="75m", help="the model")
-    parser.add_argument("--only", nargs="*", default=[], choices=["mixed", "shared", "hybrid"], help="time these alone")
+    parser.add_argument("--only", nargs="*", default=[], choices=CASES, help="time these alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     arguments = parser.parse_args(argv)
     console = make_console()

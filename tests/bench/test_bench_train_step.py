@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.train_step import answers, cases, hybrid_cases, main, mixed_rows, shared_rows, tree
+from bench.train_step import answers, cases, hybrid_cases, main, mixed_rows, mixture_cases, shared_rows, tree
 
 
 def test_a_tree_holds_what_rows_share_once() -> None:
@@ -35,11 +35,22 @@ def test_a_hybrids_tree_computes_what_its_rows_do_apart() -> None:
     assert ours == pytest.approx(alone.work(), rel=0.02, abs=0.01) == pytest.approx(apart.work(), rel=0.02, abs=0.01)
 
 
+def test_a_mixture_computes_the_same_with_any_products() -> None:
+    grouped, looped, plain = mixture_cases("tiny", 16)
+    ours = grouped.yardstick()
+    assert isinstance(ours, float)
+    for case in (grouped, looped, plain):
+        assert case.work() == pytest.approx(ours, rel=0.02, abs=0.01)
+
+
 def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
     assert main(["--size", "tiny", "--rows", "16", "--rounds", "1", "--json", str(file)]) == 0
     report = json.loads(file.read_text())
-    assert set(report["ratios"]) == {"mixed", "shared", "hybrid", "hybrid, rows apart"}
+    assert set(report["ratios"]) == {
+        *("mixed", "shared", "hybrid", "hybrid, rows apart"),
+        *("experts", "experts, grouped", "experts, one by one"),
+    }
     assert all(ratio > 0 for ratio in report["ratios"].values())
     assert report["versions"]["torch"] == torch.__version__ and report["size"] == "tiny"
     assert "plain step" in capsys.readouterr().out
