@@ -282,9 +282,10 @@ def hybrid_cases(size: str) -> list[Case]:
 def mixture_cases(size: str, count: int) -> list[Case]:
     """Return the step of a mixture beside the same step with transformers' products, and beside the plain step."""
     vocabulary = min(VOCABULARY[size], MIXTURE_VOCABULARY)
-    rows, config = mixed_rows(count, vocabulary), tiny_config(vocabulary, family="qwen3_moe", **MIXTURES[size])
-    model, plain = models_of(config)
-    looped, grouped = (models_of(config)[0] for _ in range(2))
+    rows = mixed_rows(count, vocabulary)
+    # a model keeps its config, which says how experts are computed: each gets its own
+    configs = [tiny_config(vocabulary, family="qwen3_moe", **MIXTURES[size]) for _ in range(3)]
+    (model, plain), (looped, _), (grouped, _) = map(models_of, configs)
     ours = etude_step(model, rows)
     looped.module.set_experts_implementation("eager")
     grouped.module.set_experts_implementation("grouped_mm")
