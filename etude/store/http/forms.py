@@ -179,8 +179,7 @@ def encode_turn(turn: Turn) -> dict[str, Any]:
     fields = {name: getattr(turn, name) for name in TURN_FIELDS}
     arrays = base64.b64encode(pack_turn(turn)).decode()
     completion = {"finish_reason": turn.completion.finish_reason, "text": turn.completion.text}
-    grammar = {} if turn.grammar is None else {"grammar": turn.grammar}
-    return fields | completion | grammar | {"tags": list(turn.tags), "arrays": arrays}
+    return fields | completion | {"grammar": turn.grammar, "tags": list(turn.tags), "arrays": arrays}
 
 
 def decode_turn(document: Mapping[str, Any]) -> Turn:

@@ -392,7 +392,7 @@ def test_a_rank_whose_experts_get_more_tokens_needs_more_memory_up_to_all_tokens
         plan_memory(plan_run(tmp_path, *options, f"expert_load={load}"), with_savings=False) for load in (1, 99)
     )
     taken = [plan.devices[0].phases["updating"].kinds["activations"] for plan in (even, most)]
-    assert 1.3 * taken[0] < taken[1] < 4 * taken[0], "four ranks send all that they have"
+    assert 1.1 * taken[0] < taken[1] < 4 * taken[0], "four ranks send all that they have"
 
 
 def test_an_update_of_long_answers_is_planned_with_two_micro_batches(model: Path) -> None:
