@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from etude.models.checkpointing import products_are_kept
@@ -85,13 +86,19 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     return out
 
 
-def merge_adapter(layer: Any) -> Tensor:
-    """Return an adapted layer's merged weight: W + s · B A, computed in float32 or wider and rounded once."""
-    weight: Tensor = layer.base_layer.weight.detach()
+def merge_adapter(layer: Any, weight: Tensor) -> Tensor:
+    """Return an adapted layer's merged weight: W + s · B A, computed in float32 or wider and rounded once.
+
+    weight: W, whole. Ranks that split the factors call it together.
+    """
     wide = torch.promote_types(weight.dtype, torch.float32)
-    down, up = (factor[ADAPTER].weight.detach().to(wide) for factor in (layer.lora_A, layer.lora_B))
+    down, up = (_whole(factor[ADAPTER].weight.detach()).to(wide) for factor in (layer.lora_A, layer.lora_B))
     delta: Tensor = (up @ down).mul_(layer.scaling[ADAPTER])
     return delta.T.add(weight).to(weight.dtype) if layer.fan_in_fan_out else delta.add_(weight).to(weight.dtype)
+
+
+def _whole(factor: Tensor) -> Tensor:
+    return factor.full_tensor() if isinstance(factor, DTensor) else factor
 
 
 def fuse_storage(parameters: Sequence[Any]) -> Tensor:

@@ -238,7 +238,8 @@ class Model:
         adapted = {f"{name}.weight": layer for name, layer in adapted_layers(self.module)}
         for name, weight in self.named_weights() if weights is None else weights:
             if ".lora_" not in name:
-                yield name, merge_adapter(adapted[name]) if name in adapted else weight.detach()
+                whole = weight.detach()
+                yield name, merge_adapter(adapted[name], whole) if name in adapted else whole
 
     def untied_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the merged weights with a separate head: a head tied to the embedding is yielded as a copy.

@@ -5,16 +5,23 @@
 
 Between the products of a layer, each rank has an equal part of the pack's tokens; see `split_tokens`. Nothing is
 computed twice, so gradients of the norms, which every rank has whole, are sums over ranks.
+
+    gathered ──A, whole──► r numbers ──B, own rows──► own outputs        an adapter of q, k, v, gate or up
+    own inputs ──A, own columns──► summed, own tokens ──B, whole──►      an adapter of o or down
+
+An adapter's whole factor has a part of its gradient on each rank too: from own outputs, or from own tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,10 +29,12 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.functional import linear
 
 from etude.errors import ConfigError
 from etude.models import Model
 from etude.models.experts import find_experts
+from etude.models.lora_layers import ADAPTER, external_name, is_adapted
 from etude.models.transformers_backbone import decoder_layers
 from etude.train.ranks import DistributedRanks
 
@@ -52,27 +61,54 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
     """
     refuse_unsplittable(model, mesh.size())
     own_tokens, all_tokens = Shard(1), Replicate()
-    plan: dict[str, ParallelStyle] = {
+    gather: dict[str, ParallelStyle] = {
         "self_attn": PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": own_tokens}, desired_input_kwarg_layouts={"hidden_states": all_tokens}
         ),
         "mlp": PrepareModuleInput(input_layouts=own_tokens, desired_input_layouts=all_tokens),
     }
-    for name in SPLIT:
-        closes = name.endswith(("o_proj", "down_proj"))
-        plan[name] = RowwiseParallel(output_layouts=own_tokens) if closes else ColwiseParallel()
-    attention = {name: style for name, style in plan.items() if not name.startswith("mlp")}
-    for layer in decoder_layers(model.module, model.num_layers):  # a mixture computes each rank's own tokens
-        parallelize_module(layer, mesh, attention if find_experts(layer) else plan, src_data_rank=None)
+    for layer in decoder_layers(model.module, model.num_layers):
+        parts = ("self_attn",) if find_experts(layer) else ("self_attn", "mlp")  # a mixture computes own tokens
+        plan = {part: gather[part] for part in parts}
+        for name in SPLIT:
+            if name.startswith(parts):
+                _plan_linear(plan, name, layer.get_submodule(name), mesh)
+        parallelize_module(layer, mesh, plan, src_data_rank=None)
+
+
+def _plan_linear(plan: dict[str, ParallelStyle], name: str, part: Any, mesh: DeviceMesh) -> None:
+    """Add a linear map of a layer to its plan, and split the map's adapter, if it has one."""
+    sums = name.endswith(("o_proj", "down_proj"))
+    style = RowwiseParallel(output_layouts=Shard(1)) if sums else ColwiseParallel()
+    if not is_adapted(part):
+        plan[name] = style
+        return
+    plan[f"{name}.base_layer"] = style
+    first: nn.Linear = part.lora_A[ADAPTER]
+    second: nn.Linear = part.lora_B[ADAPTER]
+    if sums:
+        plan[f"{name}.lora_A.{ADAPTER}"] = RowwiseParallel(output_layouts=Shard(1))
+        return
+    first.register_forward_pre_hook(_to_local)
+    own = distribute_tensor(second.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+    second.weight = nn.Parameter(own, requires_grad=second.weight.requires_grad)
+    second.forward = MethodType(_compute_own_rows, second)  # type: ignore[method-assign]
+
+
+def _to_local(_: nn.Module, inputs: tuple[DTensor, ...]) -> Tensor:
+    """Give a whole factor the gathered tokens. Its rank's part of their gradient comes from own outputs only."""
+    (gathered,) = inputs
+    return gathered.to_local(grad_placements=[Partial()])
+
+
+def _compute_own_rows(factor: nn.Linear, x: Tensor) -> Tensor:
+    """[…, r], the same on all ranks → […, own outputs]. The gradients of the input stay parts of a sum."""
+    assert isinstance(factor.weight, DTensor), "ranks split its rows"
+    return linear(x, factor.weight.to_local())
 
 
 def refuse_unsplittable(model: Model, tensor: int) -> None:
     """Refuse a model whose layers so many ranks cannot split. Its weights may be on the meta device."""
-    if model.has_adapters:
-        raise ConfigError(
-            f"`mesh.tensor={tensor}` splits the weights of each layer, and adapters are not split. Set "
-            f"`mesh.tensor=1`: the weights are then sharded over all ranks. Or train without adapters."
-        )
     kind = model.module.config.model_type
     for layer in decoder_layers(model.module, model.num_layers):
         odd = _odd_weight(layer, model.heads.width)
@@ -98,7 +134,8 @@ def refuse_unsplittable(model: Model, tensor: int) -> None:
 def sum_whole_gradients(layers: Iterable[nn.Module], mesh: DeviceMesh, complete: Collection[int] = ()) -> None:
     """Add up, over the `tensor` ranks, the gradients of the layers' weights that each of them has whole.
 
-    They are those of the norms and routers. Each rank applied them to its own tokens, or to its own heads.
+    They are those of norms, of routers, and of factors of adapters. Each rank applied them to its own tokens, or has
+    the gradient from its own heads or units.
     complete: the identities of weights whose gradients are sums over these ranks already.
     """
     gradients = [
@@ -130,7 +167,8 @@ def whole_tensor(weight: Tensor) -> Tensor:
 
 def _odd_weight(layer: nn.Module, head_dim: int) -> str:
     """Return what a layer has besides the known weights, or lacks of them; "" if it is as expected."""
-    shapes = {name: parameter.shape for name, parameter in layer.named_parameters()}
+    named = ((external_name(name), parameter) for name, parameter in layer.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in named if ".lora_" not in name}
     known = {f"{name}.weight" for name in (*SPLIT, *NORMS)}
     if find_experts(layer):
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith("mlp.")}

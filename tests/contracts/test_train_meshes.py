@@ -19,7 +19,7 @@ from etude.algorithms.losses.preference import RewardModelLoss
 from etude.checkpoint import CheckpointManager
 from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import ConfigError
-from etude.models import create, load, save, tiny_config
+from etude.models import LoraAdapterConfig, Model, adapt, create, load, save, tiny_config
 from etude.train import MeshConfig
 from tests.contracts.test_train_engines import (
     EVERYTHING,
@@ -30,7 +30,7 @@ from tests.contracts.test_train_engines import (
     weight_difference,
     weights_equal,
 )
-from tests.recipes.ranked import RankPolicy, family_policy, score_model, start_crew
+from tests.recipes.ranked import RankPolicy, adapted_model, family_policy, score_model, start_crew
 from tests.train.tasks import VOCABULARY, model, rollouts
 from tests.train.test_scoring import pairs
 
@@ -49,6 +49,16 @@ MESHES = {
 """The meshes of four ranks, each with a model. Its head may be tied to the embedding."""
 SIX = {"num_experts": 6, "num_local_experts": 6}
 """Experts that two pairs of ranks cannot shard whole: they shard their rows."""
+MIXTURE = partial(family_policy, name="qwen3_moe")
+ADAPTED: dict[str, tuple[MeshConfig, Callable[[str], Model]]] = {
+    "tensor 4": (TENSOR, partial(model, kv_heads=4)),
+    "data 2 x tensor 2, biases": (BOTH, partial(model, family="qwen2")),
+    "context 2 x tensor 2": (MeshConfig(context=2, tensor=2), model),
+    "data 2 x context 2": (MeshConfig(context=2), model),
+    "data 4, expert 2": (MeshConfig(expert=2), MIXTURE),
+    "data 2 x tensor 2, expert 2": (MeshConfig(tensor=2, expert=2), MIXTURE),
+}
+"""The meshes of models with adapters, each with a model."""
 MIXTURES: dict[str, tuple[MeshConfig, str, dict[str, Any]]] = {
     "expert 4": (MeshConfig(expert=4), "gpt_oss", {}),
     "expert 2, rows sharded": (MeshConfig(expert=2), "qwen3_moe", {"sizes": SIX}),
@@ -131,6 +141,43 @@ def test_steps_equal_those_of_one_rank(on_mesh: Callable[[MeshConfig], Engine], 
     for expected, metrics in zip(expected_metrics, all_metrics, strict=True):
         for name in ("loss", "grad_norm", "trained_tokens", "action_tokens"):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-10, abs=1e-12), name
+
+
+@pytest.mark.parametrize("mesh", ADAPTED)
+def test_adapters_equal_those_of_one_rank(on_mesh: Callable[[MeshConfig], Engine], mesh: str) -> None:
+    """In the last updates most ranks have no rollout. A mixture has adapters of its attention."""
+    config, policy = ADAPTED[mesh]
+    engine = on_mesh(config)
+    options: dict[str, Any] = {"policy": partial(adapted_model, policy=policy), "max_tokens_per_micro_batch": 60}
+    one, many = engine.start_one(**options), engine.start(**options)
+    expected_metrics, all_metrics = (
+        run_steps(crew, 1) + run_steps(crew, 1, groups=1, updates=3, first=1) for crew in (one, many)
+    )
+    assert weight_difference(one, many) <= 1e-12
+    for expected, metrics in zip(expected_metrics, all_metrics, strict=True):
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
+
+
+def test_split_adapters_are_written_and_resumed_as_with_one_rank(
+    on_mesh: Callable[[MeshConfig], Engine], tmp_path: Path
+) -> None:
+    """Also merged into their model, and published to an embedded engine."""
+    engine = on_mesh(BOTH)
+    one, many = (start("bf16", policy=adapted_model) for start in (engine.start_one, engine.start))
+    run_steps(many, 1)
+    many.call(RankPolicy.save, CheckpointManager(tmp_path / "many"), 1)
+    one.call(RankPolicy.resume, tmp_path / "many")
+    for crew, where in ((one, tmp_path / "by one"), (many, tmp_path / "by many")):
+        where.mkdir()
+        (where / "tokenizer.json").write_text("{}")
+        assert crew.call(RankPolicy.write_files, where) == 4
+    for part in ("merged/model", "bare/model", "adapter/adapter_model"):
+        assert weights_equal(*(load_file(tmp_path / by / f"{part}.safetensors") for by in ("by one", "by many")))
+    run_steps(one, 1, first=1)
+    one.call(RankPolicy.save, CheckpointManager(tmp_path / "one"), 2)
+    many.call(RankPolicy.resume, tmp_path / "one")
+    assert weight_difference(one, many) == 0
+    assert engine.start("fp32", policy=adapted_model).call(RankPolicy.publish, adapted_model) == [True] * 4
 
 
 @pytest.mark.parametrize("learner", LEARNERS)
@@ -305,7 +352,9 @@ def test_a_pass_that_runs_out_of_memory_changes_nothing(on_mesh: Callable[[MeshC
 
 
 def test_a_model_is_loaded_in_shards(four: ProcessCrew, tmp_path: Path) -> None:
-    """Each rank reads its blocks of rows and of columns."""
+    """Each rank reads its blocks of rows and of columns, and keeps those of new adapters."""
     save(create(tiny_config(VOCABULARY, family="llama", attention_bias=True), seed=1), tmp_path)
-    expected = {name: weight.detach() for name, weight in load(tmp_path, dtype=torch.float32).named_weights()}
-    assert all(weights_equal(expected, weights) for weights in four.call(RankPolicy.load_weights, tmp_path, mesh=BOTH))
+    adapted = adapt(load(tmp_path, dtype=torch.float32), LoraAdapterConfig(rank=4), seed=3)
+    expected = {name: weight.detach() for name, weight in adapted.named_weights()}
+    loaded = four.call(RankPolicy.load_weights, tmp_path, lora=4, mesh=BOTH)
+    assert all(weights_equal(expected, weights) for weights in loaded)

@@ -410,14 +410,14 @@ class _OutOfMemory(torch.autograd.Function):
         raise MemoryError
 
 
-def adapted_model(precision: str) -> Model:
+def adapted_model(precision: str, policy: Callable[[str], Model] = model) -> Model:
     """Return a policy with adapters that already change its outputs."""
-    policy = adapt(model(precision), LoraAdapterConfig(rank=4), seed=0)
+    adapted = adapt(policy(precision), LoraAdapterConfig(rank=4), seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for _, weight in policy.trained_weights():
+        for _, weight in adapted.trained_weights():
             weight.add_(0.05 * torch.randn(weight.shape, generator=generator).to(weight.dtype))
-    return policy
+    return adapted
 
 
 def partly_frozen_model(precision: str, parts: Sequence[str]) -> Model:

@@ -31,12 +31,9 @@ def test_layers_that_ranks_cannot_split_are_refused(tensor: int, sizes: dict[str
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_supported_families_are_split(family: str) -> None:
+    """With adapters too."""
     refuse_unsplittable(model(family=family), 2)
-
-
-def test_adapters_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`mesh.tensor=2` .* adapters are not split. Set `mesh.tensor=1`"):
-        refuse_unsplittable(adapt(model(), LoraAdapterConfig(rank=2), seed=0), 2)
+    refuse_unsplittable(adapt(model(family=family), LoraAdapterConfig(rank=2), seed=0), 2)
 
 
 def test_ranks_that_do_not_fill_whole_meshes_are_refused() -> None:
