@@ -24,6 +24,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from etude.errors import BatchError
+from etude.models.balance import PassBalance, Scoring, WatchScores, is_score_product
 from etude.models.experts import is_experts
 from etude.token_routes import MAX_BYTE_EXPERTS, NO_EXPERT
 
@@ -43,6 +44,8 @@ class RouteShape:
     """The number of experts that a token goes through in each of them."""
     experts: int
     """The number of experts that a router chooses from."""
+    scoring: Scoring | None = None
+    """The function of the scores that routers choose by; None if these scores cannot be balanced."""
 
     @property
     def mixtures(self) -> int:
@@ -89,11 +92,20 @@ class RouteShape:
 class Routes:
     """The choices of one forward pass over P tokens: given in advance, recorded, or both."""
 
-    def __init__(self, shape: RouteShape, given: Tensor | None = None, *, records: bool = True) -> None:
-        """given: [P, L · k], the experts of each token in each mixture. records: keep those of this pass."""
+    def __init__(
+        self,
+        shape: RouteShape,
+        given: Tensor | None = None,
+        *,
+        records: bool = True,
+        balance: PassBalance | None = None,
+    ) -> None:
+        """given: [P, L · k], the experts of each token in each mixture. records: keep those of this pass. balance: a
+        loss on the routers' scores."""
         self.shape = shape
         self.given = given
         self.records = records
+        self.balance = balance
         self._recorded: dict[int, Tensor] = {}
 
     def given_to(self, mixture: int) -> Tensor | None:
@@ -148,6 +160,7 @@ def control_routers(layers: Sequence[nn.Module], hidden_size: int) -> RouteShape
     if not mixtures:
         return "has no mixture of experts"
     shapes = set[tuple[int, int]]()
+    scorings = set[Scoring | None]()
     for column, (_, block) in enumerate(mixtures):
         router = next((getattr(block, name) for name in ROUTER_NAMES if hasattr(block, name)), None)
         experts = next(filter(is_experts, block.children()))
@@ -158,12 +171,16 @@ def control_routers(layers: Sequence[nn.Module], hidden_size: int) -> RouteShape
         router.forward = MethodType(_uncompiled_forward, router)
         count = int(experts.num_experts)  # type: ignore[arg-type]
         shapes.add((per_token, count))
-        if not _follows_routes(router, RouteShape(tuple(range(column + 1)), per_token, count), hidden_size):
+        with WatchScores(count) as scores:
+            follows = _follows_routes(router, RouteShape(tuple(range(column + 1)), per_token, count), hidden_size)
+        scorings.add(scores.scoring)
+        if not follows:
             return f"has routers ({type(router).__name__}) that do not choose by one topk over all experts"
     if len(shapes) > 1:
         return "has mixtures with different numbers of experts"
     ((per_token, count),) = shapes
-    return RouteShape(tuple(index for index, _ in mixtures), per_token, count)
+    scoring = scorings.pop() if len(scorings) == 1 else None
+    return RouteShape(tuple(index for index, _ in mixtures), per_token, count, scoring)
 
 
 def _follows_routes(router: Any, shape: RouteShape, hidden_size: int) -> bool:
@@ -204,7 +221,7 @@ _uncompiled_forward = torch.compiler.disable(_forward)  # type: ignore[no-untype
 
 
 class _Choice(TorchFunctionMode):
-    """Has `topk` over the experts return given choices with the router's own scores of them."""
+    """Has `topk` over the experts return given choices with the router's own scores of them, and balances these."""
 
     def __init__(self, routes: Routes, mixture: int) -> None:
         super().__init__()
@@ -214,9 +231,13 @@ class _Choice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in (torch.topk, torch.Tensor.topk):
-            return func(*args, **kwargs)
         shape = self._routes.shape
+        if func not in (torch.topk, torch.Tensor.topk):
+            out = func(*args, **kwargs)
+            balance = self._routes.balance
+            if balance is None or not is_score_product(func, out, shape.experts):
+                return out
+            return balance.apply(self._mixture, out)
         scores = args[0] if args else kwargs["input"]
         count = args[1] if len(args) > 1 else kwargs["k"]
         if scores.ndim != 2 or (scores.shape[1], count) != (shape.experts, shape.per_token):

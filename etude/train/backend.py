@@ -16,6 +16,7 @@ from torch import Tensor
 from etude.algorithms.view import Ranks
 from etude.batch import Batch
 from etude.models import Model
+from etude.train.balance_loss import BalanceLoss
 from etude.train.forward import ForwardResult
 from etude.train.optim import WeightOptimizer
 
@@ -58,8 +59,15 @@ class Backend(Protocol):
         """
         ...
 
-    def forward(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:
-        """Compute these outputs of a micro-batch."""
+    def forward(
+        self,
+        batch: Batch,
+        wanted: frozenset[str],
+        *,
+        observations: bool = False,
+        balance: BalanceLoss | None = None,
+    ) -> ForwardResult:
+        """Compute these outputs of a micro-batch. balance: a loss whose gradient the backward pass adds."""
         ...
 
     def backward(self, loss: Tensor) -> None:

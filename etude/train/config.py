@@ -61,6 +61,17 @@ class TrainConfig(Config):
         description="experts of a mixture that passes over a batch choose; none: each pass chooses anew; r2: the pass "
         "that computes log-probs before the updates chooses for them too; r3: the engine that sampled chose for all",
     )
+    balance: Literal["none", "loss"] = Field(
+        "none",
+        description="a loss beside the objective that evens how many tokens each expert of a mixture gets; none: no "
+        "such loss; loss: one on the routers' scores, for routers without a bias; needs `router_replay`",
+    )
+    balance_rate: float = Field(
+        1e-3,
+        gt=0,
+        description="with `balance=loss`, the loss's coefficient in each layer: larger evens more, and takes more from "
+        "the objective",
+    )
 
     def choose_engine(self, ranks: int) -> Literal["local", "fsdp"]:
         """Return the engine that trains on so many ranks."""
@@ -76,6 +87,15 @@ class TrainConfig(Config):
                 f"and 0.999."
             )
         return self
+
+
+def refuse_unreplayed_balance(config: TrainConfig, option: str) -> None:
+    """Refuse a balance loss without routes. option: the configuration section that the error names."""
+    if config.balance != "none" and config.router_replay == "none":
+        raise ConfigError(
+            f"`{option}.balance={config.balance}` needs the experts of the whole update batch before its first pass. "
+            f"Set `{option}.router_replay=r2`, which records them in a pass before the updates, or `r3`."
+        )
 
 
 class MeshConfig(Config):

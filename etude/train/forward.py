@@ -30,6 +30,7 @@ from etude.models import (
     token_logp,
 )
 from etude.models.routes import Routes, RouteShape, use_routes
+from etude.train.balance_loss import BalanceLoss
 
 OutputFn = Callable[[Tensor, Tensor, float], Tensor]
 ComputeFn = Callable[[], dict[str, Tensor]]
@@ -126,8 +127,16 @@ class ForwardPass:
     routes: RouteShape | None = None
     """The size of the routes that batches bring, for a model that replays them. None: its routers always choose."""
 
-    def __call__(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:
-        """Compute the wanted outputs of the action tokens. observations: of tokens of tool output too."""
+    def __call__(
+        self,
+        batch: Batch,
+        wanted: frozenset[str],
+        *,
+        observations: bool = False,
+        balance: BalanceLoss | None = None,
+    ) -> ForwardResult:
+        """Compute the wanted outputs of the action tokens. observations: of tokens of tool output too. balance: a loss
+        on the routers' scores, whose gradient the backward pass adds."""
         mask = batch.action
         if observations:
             mask = mask | batch.require("observation", needed_by="An objective that trains on tool output")
@@ -140,7 +149,7 @@ class ForwardPass:
 
         def compute() -> dict[str, Tensor]:
             columns = dict[str, Tensor]()
-            routes = self._routes(batch, pack, records=ROUTES in wanted)
+            routes = self._routes(batch, pack, balance, records=ROUTES in wanted)
             hidden = self._hidden(pack, routes)
             if routes is not None and routes.records:
                 columns[ROUTES] = routes.recorded().index_select(0, pack.places(batch.offsets))
@@ -194,7 +203,7 @@ class ForwardPass:
         with use_routes(routes):
             return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
 
-    def _routes(self, batch: Batch, pack: Pack, *, records: bool) -> Routes | None:
+    def _routes(self, batch: Batch, pack: Pack, balance: BalanceLoss | None, *, records: bool) -> Routes | None:
         """Return the routes of a pass; None if its routers just choose.
 
         They are those that the batch gives. A shared prompt has those of its first row.
@@ -203,8 +212,10 @@ class ForwardPass:
             return Routes(self.routes) if self.routes is not None and records else None
         tokens = torch.arange(batch.num_tokens, device=batch.device)
         first = tokens.new_full((len(pack.ids),), batch.num_tokens)
-        first.scatter_reduce_(0, pack.places(batch.offsets), tokens, "amin")
-        return Routes(self.routes, batch.routes[first], records=records)
+        places = pack.places(batch.offsets)
+        first.scatter_reduce_(0, places, tokens, "amin")
+        of_pass = None if balance is None else balance.start_pass(batch, places, len(pack.ids))
+        return Routes(self.routes, batch.routes[first], records=records, balance=of_pass)
 
     def _own_rows(self, rows: int) -> slice:
         """Return the slice of `rows` rows that this rank computes outputs of."""

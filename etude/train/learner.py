@@ -30,6 +30,7 @@ from etude.models import Model
 from etude.observe import Last, Max, Mean, Metrics, Sum
 from etude.protocols import Gather, Split, dispatch_mode
 from etude.train.backend import Backend, HeldModel, model_of
+from etude.train.balance_loss import BalanceLoss
 from etude.train.config import TrainConfig
 from etude.train.expert_loads import ExpertLoads
 from etude.train.flops import ModelFlops
@@ -189,6 +190,8 @@ class Learner:
             whole = sum_denominators(own_counts, self.ranks)
             loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
             self._check_outputs(objective)
+            scale = float(self._backend.optimizer.scale)
+            balance = self.replay.balance(batch, self.ranks, scale)
             tokens, by = self._config.max_tokens_per_micro_batch, objective.split_unit
             found = iterate_micro_batches(batch, tokens, by, self.model.device)
             micros = [micro for micro, _ in found if micro.num_rollouts]
@@ -196,15 +199,16 @@ class Learner:
                 with self._backend.micro_pass(objective.forward_outputs(), backward=True):
                     if index < len(micros):
                         with self._name_memory_options(micros[index]):
-                            value, cost = self._run_micro_batch(micros[index], objective, whole, backward=True)
+                            value, cost = self._run_micro_batch(micros[index], objective, whole, balance, backward=True)
                         metrics.merge(value.metrics)
                         loss = loss + value.loss.detach()
                         flops += cost
-            scale = float(self._backend.optimizer.scale)
             learning_rate = step_scale * compute_learning_rate(self._config, self.version, self._steps)
             result = self._backend.optimizer.step(learning_rate)
             self._version += 1
             metrics.add("loss", Mean.of(self.ranks.all_reduce(loss)))
+            if balance is not None:
+                metrics.add("moe/balance_loss", Mean.of(balance.total(self._backend.all_ranks)))
             metrics.add("learning_rate", Last.of(learning_rate))
             metrics.add("micro_batches", Sum.of(len(micros)))
             if self._config.precision == "fp16":
@@ -235,7 +239,7 @@ class Learner:
                     annotated_micro = annotated(micro)  # on every rank: the model that computes columns may be sharded
                     if not micro.num_rollouts:
                         continue
-                    value, _cost = self._run_micro_batch(annotated_micro, objective, whole, backward=False)
+                    value, _cost = self._run_micro_batch(annotated_micro, objective, whole, None, backward=False)
                 metrics.merge(value.metrics)
                 loss = loss + value.loss
         metrics.add("loss", Mean.of(self.ranks.all_reduce(loss)))
@@ -294,12 +298,14 @@ class Learner:
             )
 
     def _run_micro_batch(
-        self, micro: Batch, objective: Objective, whole: Denominators, *, backward: bool
+        self, micro: Batch, objective: Objective, whole: Denominators, balance: BalanceLoss | None, *, backward: bool
     ) -> tuple[LossValue, float]:
         """Run the forward and backward pass of one micro-batch, and return its loss and its FLOPs."""
         observations = "observation" in objective.required_columns()
         with self._loads.counting():
-            result = self._backend.forward(micro, objective.forward_outputs(), observations=observations)
+            result = self._backend.forward(
+                micro, objective.forward_outputs(), observations=observations, balance=balance
+            )
         value = objective.loss(micro, Outputs(**result.columns), whole)
         if backward:
             self._backend.backward(value.loss)

@@ -61,8 +61,10 @@ class SplitTokens(SharedPacks):
         if routes.given is None:
             return Routes(routes.shape, records=routes.records)
         unused = routes.shape.blank(padded - len(routes.given), routes.given.device)
-        given = torch.cat([routes.given, unused])[self.own_rows(padded)]
-        return Routes(routes.shape, given, records=routes.records)
+        own = self.own_rows(padded)
+        balance = None if routes.balance is None else routes.balance.of_tokens(own, padded)
+        given = torch.cat([routes.given, unused])[own]
+        return Routes(routes.shape, given, records=routes.records, balance=balance)
 
     def own_rows(self, rows: int) -> slice:
         """Return which of so many rows this rank judges; the last ranks may have fewer, or none."""

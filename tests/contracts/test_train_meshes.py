@@ -59,6 +59,7 @@ ADAPTED: dict[str, tuple[MeshConfig, Callable[[str], Model]]] = {
     "data 2 x tensor 2, expert 2": (MeshConfig(tensor=2, expert=2), MIXTURE),
 }
 """The meshes of models with adapters, each with a model."""
+BALANCED = {"balance": "loss", "balance_rate": 0.1}
 MIXTURES: dict[str, tuple[MeshConfig, str, dict[str, Any]]] = {
     "expert 4": (MeshConfig(expert=4), "gpt_oss", {}),
     "expert 2, rows sharded": (MeshConfig(expert=2), "qwen3_moe", {"sizes": SIX}),
@@ -67,7 +68,7 @@ MIXTURES: dict[str, tuple[MeshConfig, str, dict[str, Any]]] = {
     "context 2 x tensor 2, expert 2, routes replayed": (
         MeshConfig(context=2, tensor=2, expert=2),
         "qwen3_moe",
-        {"router_replay": "r2", "activation_checkpointing": "full"},
+        {"router_replay": "r2", "activation_checkpointing": "full", **BALANCED},
     ),
     "replica 2 x data 2, expert 2": (MeshConfig(replicas=2, expert=2), "qwen3_moe", {}),
     "expert 2, activations made twice": (MeshConfig(expert=2), "qwen3_moe", {"activation_checkpointing": "full"}),
@@ -79,7 +80,7 @@ MIXTURES: dict[str, tuple[MeshConfig, str, dict[str, Any]]] = {
     "data 2 x context 2, expert 2": (
         MeshConfig(context=2, expert=2),
         "qwen3_moe",
-        {"router_replay": "r2", "activation_checkpointing": "full"},
+        {"router_replay": "r2", "activation_checkpointing": "full", **BALANCED},
     ),
     "replica 2 x context 2": (MeshConfig(replicas=2, context=2), "gpt_oss", {}),
     "context 2 x tensor 2, expert 4": (MeshConfig(context=2, tensor=2, expert=4), "qwen3_moe", {}),
@@ -205,6 +206,7 @@ def test_mixtures_equal_those_of_one_rank(on_mesh: Callable[[MeshConfig], Engine
         rel = 1e-9 if config.ranks_per_rollout == 1 else 0.2  # each rank may compute a token of padding
         for measured in ("moe/load", "moe/load_max", "moe/router_entropy"):
             assert metrics[measured] == pytest.approx(expected[measured], rel=rel), measured
+        assert metrics.get("moe/balance_loss", 0.0) == pytest.approx(expected.get("moe/balance_loss", 0.0), rel=1e-9)
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(expert=4), MeshConfig(tensor=2, expert=2), MeshConfig(replicas=2)])

@@ -273,7 +273,8 @@ class Run(Recipe, AlgorithmConfig):
         if self.correction.policies != "two":
             computed_later = single_update and "old_logp" not in self.columns_before_estimate()
             columns = columns - OLD_POLICY_COLUMNS if computed_later else columns | {"old_logp"}
-        if self.train.router_replay == "r2" and (updates > 1 or columns & POLICY_COLUMNS):
+        needs_routes = updates > 1 or columns & POLICY_COLUMNS or self.train.balance == "loss"
+        if self.train.router_replay == "r2" and needs_routes:
             columns |= {"routes"}
         return columns
 

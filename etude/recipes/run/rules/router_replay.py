@@ -1,13 +1,14 @@
-"""Refuses router replay where nothing chooses before it."""
+"""Refuses router replay where nothing chooses before it, and a balance loss without it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from etude.config.together import told_together
+from etude.config.together import problems_of, told_together
 from etude.errors import ConfigError
 from etude.recipes.run.config import Run
 from etude.rollout import VllmConfig
+from etude.train.config import refuse_unreplayed_balance
 
 
 @told_together
@@ -18,6 +19,12 @@ def check_router_replay(run: Run) -> Iterator[ConfigError]:
             f"`critic.train.router_replay={run.critic.train.router_replay}` replays what the policy's routers chose, "
             "and a critic has routers of its own. Leave it out."
         )
+    if run.critic.train.balance != "none":
+        yield ConfigError(
+            f"`critic.train.balance={run.critic.train.balance}` needs the choices of a critic's routers before the "
+            "updates, and nothing records them. Leave it out."
+        )
+    yield from problems_of(refuse_unreplayed_balance, run.train, "train")
     on_cpu = run.compute_device().type == "cpu"
     servers = run.rollout
     if run.records_routes and isinstance(servers, VllmConfig) and on_cpu and not (servers.python or servers.url):
@@ -30,6 +37,6 @@ def check_router_replay(run: Run) -> Iterator[ConfigError]:
     if run.train.router_replay == "r2" and "routes" not in run.model_columns():
         yield ConfigError(
             "`train.router_replay=r2` replays the experts of the pass before the updates, and this run makes none: "
-            "each step has one update, which computes π_old itself. Leave it out, or raise `mini_batches` or "
-            "`ppo_epochs`."
+            "each step has one update, which computes π_old itself. Leave it out, raise `mini_batches` or "
+            "`ppo_epochs`, or set `train.balance=loss`, which reads the pass too."
         )

@@ -13,13 +13,23 @@ from tests.recipes.runs import run_of
 
 def test_replay_of_a_pass_that_is_not_made_is_refused(world: Path) -> None:
     replayed = {"train.router_replay": "r2"}
-    with pytest.raises(ConfigError, match=r"`train.router_replay=r2` .* one update, .* Leave it out, or raise `mini_"):
+    with pytest.raises(ConfigError, match=r"`train.router_replay=r2` .* one update, .* Leave it out, raise `mini_"):
         check_run(run_of(world, **replayed))
     several = run_of(world, **replayed, mini_batches=2)
     check_run(several)
     assert {"old_logp", "routes"} <= several.model_columns()
     without_old = run_of(world, **replayed, ppo_epochs=2, **{"correction.policies": "two", "correction.weight": "none"})
     assert "routes" in without_old.model_columns()
+
+
+def test_a_balance_loss_reads_a_pass_before_a_single_update(world: Path) -> None:
+    balanced = {"train.balance": "loss"}
+    with pytest.raises(ConfigError, match=r"`train.balance=loss` needs .* before its first pass. Set `train.router_"):
+        check_run(run_of(world, **balanced))
+    single = run_of(world, **balanced, **{"train.router_replay": "r2"})
+    check_run(single)
+    assert "routes" in single.model_columns()
+    assert "old_logp" not in single.model_columns(), "the update computes it"
 
 
 def test_a_build_of_vllm_that_reports_no_experts_is_refused(world: Path) -> None:
@@ -33,3 +43,5 @@ def test_a_build_of_vllm_that_reports_no_experts_is_refused(world: Path) -> None
 def test_a_critic_replays_nothing(world: Path) -> None:
     with pytest.raises(ConfigError, match=r"`critic.train.router_replay=r2` .* a critic has routers of its own"):
         check_run(run_of(world, advantage="gae", **{"critic.train.router_replay": "r2"}))
+    with pytest.raises(ConfigError, match=r"`critic.train.balance=loss` needs the choices of a critic's routers"):
+        check_run(run_of(world, advantage="gae", **{"critic.train.balance": "loss"}))
