@@ -233,9 +233,9 @@ def test_tokens_are_exchanged_once_for_each_product_of_a_mixture(
     on_mesh: Callable[[MeshConfig], Engine], expert: int, shares: bool
 ) -> None:
     """Their numbers, the tokens and the results; and two more in the backward pass. Experts on one rank alone need no
-    gather."""
+    gather. Two small gathers of an update measure the experts' loads."""
     layers = 2
-    expected = expected_calls(layers, micro_batches=2) | {"exchanges": 2 * 5 * layers, "sums": 2}
+    expected = expected_calls(layers, micro_batches=2) | {"exchanges": 2 * 5 * layers, "sums": 2, "small_gathers": 8}
     if shares:
         expected |= {"gathers": 2 * (4 * layers + 1), "reduces": 2 * (2 * layers + 1)}
     policy = partial(family_policy, name="qwen3_moe")
