@@ -340,8 +340,7 @@ export function TokensView({ query, signal, onSignal, rewards }) {
       ${Object.entries(signals).map(option)}
     </div>
     <${Legend} mark="swatch" before=${html`<span class="muted">${about}:</span>`} entries=${entries} />
-    ${grammar && html`<details><summary>held to a grammar</summary>
-      <pre class="said">${visible(grammar)}</pre></details>`}
+    ${grammar && html`<details><summary>its grammar</summary><pre class="said">${visible(grammar)}</pre></details>`}
     <${TokenFacts} token=${tokens[chosen]} first=${first} />
     ${turn.alternatives && html`<${Alternatives} token=${tokens[chosen]} turn=${turn} />`}
     <div class="tokens" tabindex="0" role="group" aria-label="tokens" onClick=${click} onKeyDown=${move}>
