@@ -438,7 +438,8 @@ def _routes(samples: Sequence[Sample], route_format: tuple[int, str] | None) -> 
     """Return the column of the experts that tokens went through, or None if no row has them. Others have none."""
     if route_format is None:
         return None
-    width, dtype = route_format[0], np.dtype(route_format[1])
+    width = route_format[0]
+    dtype = np.dtype(route_format[1])
     columns = [np.empty((0, width), dtype)]
     for sample in samples:
         columns.append(blank_routes(len(sample.ids), width, dtype) if sample.routes is None else sample.routes)

@@ -279,7 +279,8 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, order = ctx.saved_tensors
-        k, flat = weights.shape[1], weights.reshape(-1)
+        k = weights.shape[1]
+        flat = weights.reshape(-1)
         into_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         into_weights = torch.empty_like(flat) if ctx.needs_input_grad[1] else None
         for part in _parts(len(rows), rows.shape[1]):

@@ -129,7 +129,8 @@ class EngineSteps:
             return None
         if not request.generated:
             return None
-        shape, last = self._routes, request.length - 1  # the newest token is not computed
+        shape = self._routes
+        last = request.length - 1  # the newest token is not computed
         positions = np.arange(min(start, last), min(request.computed, last))
         size = self._config.block_size
         places = np.array(request.blocks, np.int64)[positions // size] * size + positions % size

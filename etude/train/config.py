@@ -88,6 +88,15 @@ class TrainConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _rate_is_of_a_balance(self) -> TrainConfig:
+        if self.balance == "none" and self.balance_rate != type(self).model_fields["balance_rate"].default:
+            raise ConfigError(
+                f"`balance_rate={self.balance_rate:g}` is the coefficient of a loss, and `balance=none` has none. Set "
+                f"`balance=loss`, or leave it out."
+            )
+        return self
+
 
 def refuse_unreplayed_balance(config: TrainConfig, option: str) -> None:
     """Refuse a balance loss without routes. option: the configuration section that the error names."""

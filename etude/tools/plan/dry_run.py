@@ -213,7 +213,8 @@ class _DryRun(DryRun[Run]):
                 prepacked = _prepacked_weights(engine) if options.prepack and not real else []
         with self.setting.fake_device, torch.no_grad(), engine.activate():
             with tracker.labeled_as("kv"):
-                size, max_num_seqs = options.block_size, options.max_num_seqs
+                size = options.block_size
+                max_num_seqs = options.max_num_seqs
                 routes = engine.model.control_routers("train.router_replay=r3") if run.records_routes else None
                 caches = EngineCaches(model, blocks=blocks, size=size, max_num_seqs=max_num_seqs, routes=routes)
             shapes = USUAL_SHAPES if options.deterministic and model.dtype == torch.float32 else UNPADDED_SHAPES
@@ -300,7 +301,8 @@ def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
     if run.loss.split_unit == "rollout":
         most = MICRO_BATCHES * max(1, (budget - prompt) // answer)
         if size >= most:  # a group fills the micro-batches alone
-            size, max_groups = most, 1
+            size = most
+            max_groups = 1
     return _batch_of_groups(run, row, min(-(-rollouts // size), max_groups), size)
 
 

@@ -26,6 +26,8 @@ def test_a_balance_loss_reads_a_pass_before_a_single_update(world: Path) -> None
     balanced = {"train.balance": "loss"}
     with pytest.raises(ConfigError, match=r"`train.balance=loss` needs .* before its first pass. Set `train.router_"):
         check_run(run_of(world, **balanced))
+    with pytest.raises(ConfigError, match=r"`balance_rate=0.1` is the coefficient of a loss, and `balance=none` has"):
+        run_of(world, **{"train.balance_rate": 0.1})
     single = run_of(world, **balanced, **{"train.router_replay": "r2"})
     check_run(single)
     assert "routes" in single.model_columns()
