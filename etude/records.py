@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.frozen_arrays import FrozenRecord, check_same_length, read_only_array
+from etude.images import ImageRef, ImageSpan, check_spans
 from etude.support import SetKind, Support
 from etude.token_routes import TokenRoutes
 
@@ -74,6 +75,8 @@ class ContentPart:
     """`text`, `image`, `audio`, or a kind that a server defines."""
     text: str = ""
     url: str = ""
+    image: ImageRef | None = None
+    """The image, once its bytes are in the store; `url` is then empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +283,8 @@ class Turn(FrozenRecord):
     grammar: str | None = None
     """The grammar that the answer after the `opened` tokens was held to, for people who look. The sets of tokens that
     it left are in the completion."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images of the prompt."""
 
     @property
     def oldest(self) -> int | None:
@@ -290,6 +295,7 @@ class Turn(FrozenRecord):
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", read_only_array(self.prompt, np.int32, "Turn.prompt"))
         tokens = len(self.prompt)
+        object.__setattr__(self, "images", check_spans("Turn.images", self.images, tokens))
         if self.completion.routes is not None:
             self.completion.routes.check_length(max(tokens + len(self.completion.ids) - 1, 0))
         if not 0 <= self.opened <= tokens:
@@ -399,6 +405,8 @@ class Sample(FrozenRecord):
     """[T, k]: their log-probs under the sampling distribution."""
     routes: NDArray[Any] | None = None
     """[T, L · k]: the experts of each token in the sampler, as `TokenRoutes.spread` has them. None: not recorded."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images among its context."""
 
     def __post_init__(self) -> None:
         for name, dtype in _SAMPLE_COLUMNS.items():
@@ -415,6 +423,8 @@ class Sample(FrozenRecord):
             columns["routes"] = read_only_array(self.routes, self.routes.dtype.type, "Sample.routes", 2)
             object.__setattr__(self, "routes", columns["routes"])
         check_same_length(f"The sample of rollout {self.rollout}", **columns)
+        images = check_spans(f"The sample of rollout {self.rollout}", self.images, len(self.ids))
+        object.__setattr__(self, "images", images)
 
     @property
     def num_alternatives(self) -> int | None:

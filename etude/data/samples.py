@@ -232,7 +232,7 @@ class _SampleBuilder:
             **self._alternative_columns(),
         )
 
-    def _alternative_columns(self) -> dict[str, NDArray[Any]]:
+    def _alternative_columns(self) -> dict[str, Any]:
         """Return the alternatives to each action token, if any answer has them; elsewhere none could be drawn."""
         widths = {0 if each.alternative_ids is None else each.alternative_ids.shape[1] for _, each in self.alternatives}
         width = max(widths)

@@ -46,6 +46,7 @@ WORDS = frozenset(
         "running_time",
         "support",
         "token_routes",
+        "images",
     }
 )
 INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "store", "checkpoint", "dispatch"})
@@ -64,9 +65,10 @@ ROOMS: dict[str, Room] = {
     "frozen_arrays": _room(0),
     "support": _room(0, "frozen_arrays"),
     "token_routes": _room(0, "errors", "frozen_arrays"),
-    "records": _room(0, "frozen_arrays", "support", "token_routes"),
+    "images": _room(0, "errors"),
+    "records": _room(0, "frozen_arrays", "images", "support", "token_routes"),
     "integrity": _room(0, "errors"),
-    "batch": _room(0, "records", "support", "token_routes", "errors"),
+    "batch": _room(0, "images", "records", "support", "token_routes", "errors"),
     "protocols": _room(0, "records"),
     "config": _room(0, "lazy", "records", "errors"),
     "observe": _room(0, "lazy", "records", "errors", "integrity"),
@@ -206,6 +208,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "transformers": ("models",),
     "triton": ("models/kernels/paged_attention.py", "models/kernels/decode_ops.py"),
     "peft": ("models/lora.py",),
+    "PIL": ("images", "data", "demo"),
     "ray": tuple(f"dispatch/ray_{name}.py" for name in ("crew", "rank", "cluster", "reservation")),
     "sqlalchemy": ("store/journal/sql.py", "store/journal/tables.py"),
     "fastapi": ("store/http/server.py", "store/http/openapi.py", "agents/proxy/app.py", "view/server.py"),
@@ -230,7 +233,8 @@ NEVER_LOADED: dict[str, tuple[str, ...]] = {
     "commands": ("torch", "transformers", "ray"),
     "run_commands": ("torch", "transformers", "ray"),
     "service_commands": ("torch", "transformers", "ray"),
-    "records": ("torch",),
+    "records": ("torch", "PIL"),
+    "images": ("torch", "transformers"),
     "protocols": ("torch",),
     "config": ("torch",),
     "observe": ("torch",),

@@ -1,0 +1,93 @@
+"""Images of prompts: bytes with a hash, and the tokens that take their features.
+
+    digest       SHA-256 of the encoded bytes (PNG, JPEG, WebP, GIF), in hex
+    feature      what a model's vision tower computes for a part of an image; the model reads it in place of a token's
+                 embedding
+    image token  a token that takes a feature
+    span         consecutive image tokens of one image
+
+A prompt keeps the ids that the model saw. Its images are beside them, as spans. Two prompts may have equal ids and
+other images: `keyed_ids` tells them apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+
+_KEY_BITS = np.int64(2**31 - 1)
+_PLACE_STEP = np.int64(0x5851F42D)  # odd, so that the keys of consecutive places differ
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """An image by the hash of its bytes, which are in the store. Example: `ImageRef("9f86…", 640, 480)`."""
+
+    digest: str
+    width: int
+    """In pixels, after the rotation that its file asks for; so is the height."""
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """Consecutive tokens that take features of an image, one each, in order."""
+
+    digest: str
+    start: int
+    stop: int
+    first: int = 0
+    """The index, among the image's features, of the one at `start`."""
+
+    def shifted(self, tokens: int) -> ImageSpan:
+        """Return the same span so many tokens later."""
+        return ImageSpan(self.digest, self.start + tokens, self.stop + tokens, self.first)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImages:
+    """The images of a prompt for a sampler: their places, and their bytes by digest."""
+
+    spans: tuple[ImageSpan, ...]
+    contents: Mapping[str, bytes]
+
+
+def image_digest(content: bytes) -> str:
+    """Return the hash by which an image is stored."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def check_spans(owner: str, spans: Sequence[ImageSpan], tokens: int) -> tuple[ImageSpan, ...]:
+    """Return spans as a tuple; refuse empty ones, and those that overlap, are not sorted, or leave the tokens."""
+    end = 0
+    for span in spans:
+        if not end <= span.start < span.stop <= tokens or span.first < 0:
+            raise ValueError(
+                f"{owner} has the tokens {span.start} to {span.stop} of an image, after token {end} and among "
+                f"{tokens} tokens. Spans of images must be sorted, apart from each other, and inside."
+            )
+        end = span.stop
+    return tuple(spans)
+
+
+def keyed_ids(ids: Ids, spans: Sequence[ImageSpan]) -> Ids:
+    """[T] → [T]: return the ids with each image token replaced by a number below 0 that stands for its feature.
+
+    Two prompts have equal keys only if they have equal ids and equal images. The numbers come from all bits of an
+    image's digest, some at each place.
+    """
+    if not spans:
+        return ids
+    keys = np.array(ids, np.int32)
+    for span in spans:
+        words = np.frombuffer(bytes.fromhex(span.digest), ">u4").astype(np.int64)
+        places = np.arange(span.first, span.first + span.stop - span.start, dtype=np.int64)
+        mixed = (words[places % len(words)] + places * _PLACE_STEP) & _KEY_BITS
+        keys[span.start : span.stop] = -1 - mixed
+    return keys
