@@ -27,6 +27,7 @@ from etude.agents.proxy.app import create_router
 from etude.agents.proxy.endpoint import ModelEndpoint
 from etude.chat import ChatRenderer, Tokenizer
 from etude.chat.tokenizer import Ids
+from etude.images import PromptImages
 from etude.recipes.agents.services import freeze_gc
 from etude.records import Completion, SamplingParams, Task
 from etude.store import open_store
@@ -81,11 +82,23 @@ class Null:
         count = len(ids)
         self._said = Completion(ids, np.full(count, -1.0), np.zeros(count, np.int32), "stop", SAID)
 
-    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:  # noqa: ARG002
+    async def generate(
+        self,
+        prompt: Ids,  # noqa: ARG002
+        sampling: SamplingParams,  # noqa: ARG002
+        *,
+        images: PromptImages | None = None,  # noqa: ARG002
+    ) -> Completion:
         """Return the answer."""
         return self._said
 
-    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[_Gained, None]:  # noqa: ARG002
+    async def stream(
+        self,
+        prompt: Ids,  # noqa: ARG002
+        sampling: SamplingParams,  # noqa: ARG002
+        *,
+        images: PromptImages | None = None,  # noqa: ARG002
+    ) -> AsyncGenerator[_Gained, None]:
         """Yield the answer in one piece."""
         yield _Gained(self._said.ids, self._said.logp, self._said.version, self._said)
 

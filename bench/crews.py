@@ -36,6 +36,7 @@ from etude.batch import Batch
 from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig, LocalCrew, crew_of
 from etude.errors import MissingPackageError
+from etude.images import PromptImages
 from etude.observe import make_console
 from etude.protocols import Crew, Ids, TokenGenerator
 from etude.recipes.collect.rollouts import ScoredRollout
@@ -81,10 +82,15 @@ class Engine:
         self._crew, self._rank = crew, rank
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Return an answer to one request."""
-        reply = self._crew.submit(self._rank, Idle.generate, prompt, sampling, on_start=on_start)
+        reply = self._crew.submit(self._rank, Idle.generate, prompt, sampling, images, on_start=on_start)
         answer: Completion = await asyncio.wrap_future(reply)
         return answer
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from etude.batch import Batch
+from etude.images import PromptImages
 from etude.observe import Last, Metrics
 from etude.protocols import Gather, Ids, Split, dispatch_mode
 from etude.records import Completion, SamplingParams
@@ -44,10 +45,15 @@ class Idle:
         return Metrics()
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        images: PromptImages | None = None,
+        *,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Return an answer of the requested length, at once."""
-        del prompt
+        del prompt, images
         if on_start is not None:
             on_start()
         nothing = np.zeros(sampling.max_tokens, np.int32)

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from etude.images import PromptImages
 from etude.records import Completion, Message, SamplingParams, Task
 
 if TYPE_CHECKING:
@@ -42,11 +43,17 @@ class TokenGenerator(Protocol):
     """Token ids in, token ids out. Any number of calls may run at the same time."""
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Sample one continuation. Each of its tokens has its log-prob and the policy version that sampled it.
 
-        on_start: called once the request leaves the queue and runs, on any thread.
+        images: those of the prompt; a model that takes text alone refuses them. on_start: called once the request
+        leaves the queue and runs, on any thread.
         """
         ...
 

@@ -21,12 +21,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 
 from etude.errors import EngineError
+from etude.images import PromptImages
 from etude.observe import Last, Mean, Metric, Sum, get_logger
 from etude.protocols import Ids
 from etude.records import Completion, PromptScores, SamplingParams
 from etude.rollout.partial_completion import PartialCompletion
 from etude.rollout.request import MAX_RESTARTS, Delta
-from etude.rollout.router import Router
+from etude.rollout.router import Router, prompt_keys
 from etude.rollout.server_engine import RequestWithdrawnError, ServerEngine, StreamInterruptedError
 from etude.rollout.server_load import AdaptiveConcurrencyLimit, ServerLoad, SlotUsage
 
@@ -74,22 +75,27 @@ class FailoverRouter(Router):
         return bool(self._queue) and not any(map(self.accepts_requests, range(len(self.servers))))
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         completion: Completion | None = None
-        async with aclosing(
-            self._stream_with_failover(self._begin_completion(prompt, sampling, on_start), streaming=False)
-        ) as deltas:
+        partial = self._begin_completion(prompt, sampling, images, on_start)
+        async with aclosing(self._stream_with_failover(partial, streaming=False)) as deltas:
             async for delta in deltas:
                 completion = delta.completion
         assert completion is not None, "an answer that does not end whole is an error"
         return completion
 
-    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """Do the same, and yield the answer as it comes."""
-        async with aclosing(
-            self._stream_with_failover(self._begin_completion(prompt, sampling), streaming=True)
-        ) as deltas:
+        partial = self._begin_completion(prompt, sampling, images)
+        async with aclosing(self._stream_with_failover(partial, streaming=True)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -149,9 +155,9 @@ class FailoverRouter(Router):
         return self.accepts_requests(engine) and self._load[engine] < self.limits[engine].limit
 
     @contextmanager
-    def _choose_engine(self, prompt: Ids) -> Iterator[int]:
+    def _choose_engine(self, keys: Ids) -> Iterator[int]:
         try:
-            with super()._choose_engine(prompt) as engine:
+            with super()._choose_engine(keys) as engine:
                 self._count_slots()
                 yield engine
         finally:
@@ -167,11 +173,14 @@ class FailoverRouter(Router):
         return self._slots_taken - sum(self._load) < free  # some admitted requests have not reached a server yet
 
     def _begin_completion(
-        self, prompt: Ids, sampling: SamplingParams, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        images: PromptImages | None,
+        on_start: Callable[[], None] | None = None,
     ) -> PartialCompletion:
-        return next((server for server in self.servers if server.is_up), self.servers[0]).begin_completion(
-            prompt, sampling, on_start
-        )
+        server = next((server for server in self.servers if server.is_up), self.servers[0])
+        return server.begin_completion(prompt, sampling, images, on_start)
 
     async def _stream_with_failover(
         self, partial: PartialCompletion, *, streaming: bool
@@ -183,7 +192,7 @@ class FailoverRouter(Router):
         retry = False
         while True:
             async with self._hold_slot(retry=retry):
-                with self._choose_engine(partial.prompt) as engine:
+                with self._choose_engine(prompt_keys(partial.prompt, partial.images)) as engine:
                     server = self.servers[engine]
                     if self.keeps_versions and partial.kept_version is None:
                         partial.kept_version = self.version

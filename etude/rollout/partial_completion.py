@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from etude.chat.stop_strings import StopStringFilter
 from etude.errors import DataError
+from etude.images import PromptImages
 from etude.protocols import Ids
 from etude.records import FINISH_REASONS, Completion, SamplingParams
 from etude.rollout.reported_sets import GrammarSets, Likeliest, TokenRules, active_filters
@@ -42,6 +43,7 @@ class PartialCompletion:
         prompt: Ids,
         sampling: SamplingParams,
         *,
+        images: PromptImages | None = None,
         limit: int,
         vocab_size: int,
         tokenizer: Tokenizer | None,
@@ -52,6 +54,7 @@ class PartialCompletion:
         it. grammar_end_ids: see `ServerBackend`."""
         self.prompt = np.asarray(prompt, dtype=np.int32)
         self.sampling = sampling
+        self.images = images
         self.kept_version = sampling.version
         """The version of all its tokens, of which servers keep an adapter; None if the newest weights draw."""
         self.max_new_tokens = min(sampling.max_tokens, limit - len(prompt))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from etude.chat.stop_strings import StopStringFilter
 from etude.errors import ConfigError, DataError
+from etude.images import PromptImages
 from etude.records import Completion, SamplingParams
 from etude.rollout.block_pool import NO_SLOT, ROOT
 from etude.rollout.sampling import DrawnToken, Likeliest, SamplingState
@@ -262,6 +263,12 @@ def check_request(
             f"A prompt of {len(prompt)} tokens and up to {sampling.max_tokens} new ones do not fit into the cache, "
             f"which holds {cache_tokens} tokens. Raise the engine's kv_gib, or ask for fewer tokens."
         )
+
+
+def refuse_images(images: PromptImages | None) -> None:
+    """Refuse, in a sentence, images for a model that takes text alone."""
+    if images is not None and images.spans:
+        raise DataError("The conversation has an image, and this model takes text alone. Give a vision-language model.")
 
 
 def check_scored_prompt(ids: Ids, *, vocab_size: int, context_length: int) -> None:

@@ -14,11 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from etude.images import PromptImages, keyed_ids
 from etude.protocols import Ids, TokenGenerator
 from etude.records import Completion, SamplingParams
 
 MAX_IDLE_PREFIXES = 64
 """Prompts without a request under way whose engine is remembered, since a conversation may continue."""
+
+
+def prompt_keys(prompt: Ids, images: PromptImages | None) -> Ids:
+    """Return the ids of a prompt, with numbers that tell its images apart in place of image tokens."""
+    return prompt if images is None else keyed_ids(prompt, images.spans)
 
 
 @dataclass
@@ -39,20 +45,25 @@ class Router:
         self._prefix_lengths: Counter[int] = Counter()  # of those prompts
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Sample one continuation, by one of the engines."""
-        with self._choose_engine(prompt) as engine:
-            return await self._engines[engine].generate(prompt, sampling, on_start=on_start)
+        with self._choose_engine(prompt_keys(prompt, images)) as engine:
+            return await self._engines[engine].generate(prompt, sampling, images=images, on_start=on_start)
 
     def _has_capacity(self, engine: int) -> bool:  # noqa: ARG002
         """Return True if this engine can take one more request."""
         return True
 
     @contextmanager
-    def _choose_engine(self, prompt: Ids) -> Iterator[int]:
-        """Choose the engine of a prompt. The request counts as its load inside this context."""
-        affinity = self._find_affinity(np.ascontiguousarray(prompt, np.int32).tobytes())
+    def _choose_engine(self, keys: Ids) -> Iterator[int]:
+        """Choose the engine of a prompt by its `prompt_keys`. The request counts as its load inside this context."""
+        affinity = self._find_affinity(np.ascontiguousarray(keys, np.int32).tobytes())
         engine = affinity.engine
         affinity.active += 1
         self._load[engine] += 1

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from etude.errors import ConfigError, DataError, EngineError, EtudeError
+from etude.images import PromptImages
 from etude.protocols import Ids, RunningPolicy
 from etude.records import Completion, PromptScores, SamplingParams
 from etude.rollout.grammar_trial import GrammarTrial
 from etude.rollout.held_adapters import HeldAdapters
 from etude.rollout.partial_completion import PartialCompletion
 from etude.rollout.reported_sets import check_drawn
-from etude.rollout.request import Delta, check_request, check_scored_prompt
+from etude.rollout.request import Delta, check_request, check_scored_prompt, refuse_images
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_client import ServerClient
 from etude.running_time import running_time
@@ -148,9 +149,14 @@ class ServerEngine(ServerClient):
         return True
 
     def begin_completion(
-        self, prompt: Ids, sampling: SamplingParams, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> PartialCompletion:
         """Return an empty answer to this request; raise if the server cannot compute it."""
+        refuse_images(images)
         ids = np.asarray(prompt, dtype=np.int32)
         check_request(
             ids,
@@ -167,6 +173,7 @@ class ServerEngine(ServerClient):
         return PartialCompletion(
             ids,
             sampling,
+            images=images,
             limit=self._context_length,
             vocab_size=self.shape.vocab_size,
             tokenizer=self.tokenizer,
@@ -218,19 +225,27 @@ class ServerEngine(ServerClient):
         yield await answer.next_delta()
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Sample one continuation. Cancelling the wait aborts the request."""
         completion: Completion | None = None
-        async with aclosing(self.continue_completion(self.begin_completion(prompt, sampling, on_start))) as deltas:
+        partial = self.begin_completion(prompt, sampling, images, on_start)
+        async with aclosing(self.continue_completion(partial)) as deltas:
             async for delta in deltas:
                 completion = delta.completion
         assert completion is not None, "an answer that does not end whole is an error"
         return completion
 
-    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """Do the same, and yield the answer as it comes."""
-        answer = self.begin_completion(prompt, sampling)
+        answer = self.begin_completion(prompt, sampling, images)
         answer.is_streamed = True
         async with aclosing(self.continue_completion(answer)) as deltas:
             async for delta in deltas:

@@ -18,12 +18,14 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 
 from etude.errors import EngineError, EtudeError
+from etude.images import PromptImages
 from etude.observe import Last, Metrics, Sum, get_logger, progress
 from etude.protocols import Ids, RunningPolicy
 from etude.records import Completion, PromptScores, SamplingParams
@@ -115,23 +117,32 @@ class ServerPool:
         )
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Sample one continuation. Cancelling the wait aborts the request. `on_start` is called on the servers'
         thread."""
-        return await self._run(self._generate(prompt, sampling, on_start))
+        return await self._run(
+            self._answer(partial(self.router.generate, prompt, sampling, images=images, on_start=on_start))
+        )
 
     def generate_all(self, prompts: Sequence[Ids], samplings: Sequence[SamplingParams]) -> list[Completion]:
         """Sample a continuation of each prompt, and wait for all of them. Not for use on an event loop."""
-        pairs = zip(prompts, samplings, strict=True)
-        futures = [self._submit(self._generate(prompt, sampling, None)) for prompt, sampling in pairs]
+        calls = [partial(self.router.generate, *pair) for pair in zip(prompts, samplings, strict=True)]
+        futures = [self._submit(self._answer(call)) for call in calls]
         try:
             return [future.result() for future in futures]
         finally:
             for future in futures:
                 future.cancel()
 
-    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """Do the same for one prompt, and yield the answer as it comes. Leaving the iteration aborts the request."""
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
@@ -140,7 +151,7 @@ class ServerPool:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(deltas.put_nowait, delta)
 
-        future = self._submit(self._run_stream(prompt, sampling, emit))
+        future = self._submit(self._run_stream(prompt, sampling, images, emit))
         future.add_done_callback(lambda _: emit(None))
         try:
             while (delta := await deltas.get()) is not None:
@@ -151,7 +162,7 @@ class ServerPool:
 
     async def score(self, prompt: Ids, top: int) -> PromptScores:
         """Return the log-probs of a prompt's tokens, and the `top` likeliest tokens at each place."""
-        return await self._run(self._score(prompt, top))
+        return await self._run(self._answer(partial(self.router.score, prompt, top)))
 
     async def abort(self) -> None:
         """End all requests at servers. Every waiting call returns its tokens so far, finished by `abort`."""
@@ -340,17 +351,15 @@ class ServerPool:
         """Run a coroutine on the servers' thread, and wait for its result on the caller's loop."""
         return await asyncio.wrap_future(self._submit(work))
 
-    async def _generate(self, prompt: Ids, sampling: SamplingParams, on_start: Callable[[], None] | None) -> Completion:
+    async def _answer(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         with self._busy.count():
-            return await self.router.generate(prompt, sampling, on_start=on_start)
+            return await call()
 
-    async def _score(self, prompt: Ids, top: int) -> PromptScores:
+    async def _run_stream(
+        self, prompt: Ids, sampling: SamplingParams, images: PromptImages | None, emit: Callable[[Delta], None]
+    ) -> None:
         with self._busy.count():
-            return await self.router.score(prompt, top)
-
-    async def _run_stream(self, prompt: Ids, sampling: SamplingParams, emit: Callable[[Delta], None]) -> None:
-        with self._busy.count():
-            async for delta in self.router.stream(prompt, sampling):
+            async for delta in self.router.stream(prompt, sampling, images=images):
                 emit(delta)
 
     async def _run_on_all(self, action: Callable[[ServerEngine], Coroutine[Any, Any, T]]) -> list[T]:

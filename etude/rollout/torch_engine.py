@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.errors import ConfigError, EngineError
+from etude.images import PromptImages
 from etude.models import EngineModel, Model
 from etude.observe import Metrics, Sum, get_logger
 from etude.records import Completion, PromptScores, SamplingParams
@@ -39,7 +40,7 @@ from etude.rollout.config import TorchEngineConfig
 from etude.rollout.engine_steps import EngineSteps
 from etude.rollout.engine_thread import EngineCommands, WeightCopy, release_omp_workers, to_engine_error
 from etude.rollout.prompt_scores import score_prompt
-from etude.rollout.request import Delta, Request, check_request, check_scored_prompt
+from etude.rollout.request import Delta, Request, check_request, check_scored_prompt, refuse_images
 from etude.rollout.sampling import SampledTokens
 from etude.rollout.scheduler import Scheduler
 from etude.rollout.step_pipeline import DrawnTokens
@@ -98,11 +99,16 @@ class TorchEngine:
         return self._steps.exact
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Sample one continuation. Cancelling the wait aborts the request. `on_start` is called on the engine's
         thread."""
-        request = self._request(prompt, sampling, on_start=on_start)
+        request = self._request(prompt, sampling, images, on_start=on_start)
         self._submit(request)
         try:
             return await asyncio.wrap_future(request.future)
@@ -110,7 +116,9 @@ class TorchEngine:
             self._cancel(request)
             raise
 
-    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """Do the same, and yield each token as it comes. Leaving the iteration aborts the request."""
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
@@ -119,7 +127,7 @@ class TorchEngine:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(deltas.put_nowait, delta)
 
-        request = self._request(prompt, sampling, listen)
+        request = self._request(prompt, sampling, images, listen)
         request.future.add_done_callback(lambda _: listen(None))
         self._submit(request)
         try:
@@ -221,10 +229,12 @@ class TorchEngine:
         self,
         prompt: Ids,
         sampling: SamplingParams,
+        images: PromptImages | None = None,
         listener: Callable[[Delta], None] | None = None,
         on_start: Callable[[], None] | None = None,
     ) -> Request:
         """Return a request; raise if it cannot be computed."""
+        refuse_images(images)
         ids = np.asarray(prompt, dtype=np.int32)
         check_request(
             ids,

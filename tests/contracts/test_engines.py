@@ -17,6 +17,7 @@ import torch
 from etude.chat import Tokenizer
 from etude.chat.grammar import HEADER
 from etude.errors import ConfigError, DataError, EngineError, EtudeError
+from etude.images import ImageSpan, PromptImages
 from etude.models import Model, load
 from etude.records import Completion, PromptScores, SamplingParams
 from etude.rollout import ServerPool, SglangConfig, TorchEngine, TorchEngineConfig
@@ -233,6 +234,9 @@ def test_a_request_that_cannot_be_computed_is_refused_and_harms_no_other(case: E
     room = CONTEXT - (RESERVED_TOKENS if case.kind == "sglang" else 0)
     with pytest.raises(DataError, match=f"context is {room}"):
         case.answers([np.full(room, 5, np.int32)], SamplingParams(max_tokens=3))
+    images = PromptImages((ImageSpan("00" * 32, 0, 1),), {"00" * 32: b""})
+    with pytest.raises(DataError, match="this model takes text alone"):
+        asyncio.run(case.engine.generate(prompt, SamplingParams(max_tokens=3), images=images))
     (answer,) = case.answers([prompt], SamplingParams(max_tokens=3, temperature=0))
     assert len(answer.ids) == 3
     (long,) = case.answers([np.full(room - 2, 5, np.int32)], SamplingParams(max_tokens=9, temperature=0))

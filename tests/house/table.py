@@ -69,7 +69,7 @@ ROOMS: dict[str, Room] = {
     "records": _room(0, "frozen_arrays", "images", "support", "token_routes"),
     "integrity": _room(0, "errors"),
     "batch": _room(0, "images", "records", "support", "token_routes", "errors"),
-    "protocols": _room(0, "records"),
+    "protocols": _room(0, "images", "records"),
     "config": _room(0, "lazy", "records", "errors"),
     "observe": _room(0, "lazy", "records", "errors", "integrity"),
     "call_task": _room(0, "observe"),

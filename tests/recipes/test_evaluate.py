@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data import Dataset
+from etude.images import PromptImages
 from etude.protocols import Ids
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.sampling import EvaluationSampling, SamplingConfig, derived_seed
@@ -89,7 +90,12 @@ class Slow:
         self.seconds, self.under_way, self.most = seconds, 0, 0
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Return one token."""
         assert on_start is not None

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from etude.data import SAMPLERS
+from etude.images import PromptImages
 from etude.protocols import Ids
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.environment import EnvConfig
@@ -37,11 +38,16 @@ class Versioned(Scripted):
     version = 0
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Draw with the version that the engine has at the start."""
         version = self.version
-        drawn = await super().generate(prompt, sampling, on_start=on_start)
+        drawn = await super().generate(prompt, sampling, images=images, on_start=on_start)
         return Completion(drawn.ids, drawn.logp, np.full(len(drawn.ids), version, np.int32), "stop", drawn.text)
 
 
@@ -100,7 +106,12 @@ class Keeping(Scripted):
         """The number of requests that named an older version than the newest."""
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Draw by the adapter of the version that is named."""
         assert sampling.version is not None and self.version - sampling.version < adapter_count(self.bound)
@@ -109,7 +120,7 @@ class Keeping(Scripted):
         until = time.monotonic() + 0.5
         while self.bound and row > "1" and said and self.version == sampling.version and time.monotonic() < until:
             await asyncio.sleep(0.001)
-        drawn = await super().generate(prompt, sampling, on_start=on_start)
+        drawn = await super().generate(prompt, sampling, images=images, on_start=on_start)
         assert self.version - sampling.version < adapter_count(self.bound), "its adapter went while it was drawn"
         return replace(drawn, version=np.full(len(drawn.ids), sampling.version, np.int32))
 
@@ -196,10 +207,15 @@ class Greedy(Versioned):
     """An engine that marks its greedy answers."""
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Append a mark to the text."""
-        drawn = await super().generate(prompt, sampling, on_start=on_start)
+        drawn = await super().generate(prompt, sampling, images=images, on_start=on_start)
         return replace(drawn, text=f"{drawn.text}!") if sampling.temperature == 0 else drawn
 
 

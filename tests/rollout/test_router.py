@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from etude.errors import DataError
+from etude.images import ImageSpan, PromptImages, image_digest
 from etude.protocols import Ids
 from etude.records import Completion, SamplingParams
 from etude.rollout.router import MAX_IDLE_PREFIXES, Router
@@ -22,12 +23,20 @@ class Slow:
         self.name = name
         self.gate = asyncio.Event()
         self.seen: list[Ids] = []
+        self.images: list[PromptImages] = []
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Return an empty completion, after a while."""
         self.seen.append(prompt)
+        if images is not None:
+            self.images.append(images)
         await self.gate.wait()
         drawn, logp = ids(0), np.zeros(1, np.float32)
         return Completion(ids=drawn, logp=logp, raw_logp=logp, version=ids(self.name), finish_reason="stop", text="")
@@ -79,6 +88,29 @@ def test_a_conversation_continues_on_its_engine() -> None:
         assert [len(engine.seen) for engine in engines] == [5, 11]
         engines[1].gate.set()
         await asyncio.gather(*busy)
+
+    asyncio.run(scenario())
+
+
+def test_prompts_with_equal_ids_and_other_images_go_to_different_engines() -> None:
+    async def scenario() -> None:
+        engines = [Slow(0), Slow(1)]
+        router = Router(engines)
+        contents = [b"a", b"b"]
+        shown = [
+            PromptImages((ImageSpan(image_digest(content), 1, 3),), {image_digest(content): content})
+            for content in contents
+        ]
+        calls = [router.generate(ids(1, 9, 9, 2), SamplingParams(), images=images) for images in (*shown, *shown)]
+        tasks = [asyncio.create_task(call) for call in calls]
+        await asyncio.sleep(0)
+        assert [[contents.index(*images.contents.values()) for images in engine.images] for engine in engines] == [
+            [0, 0],
+            [1, 1],
+        ]
+        for engine in engines:
+            engine.gate.set()
+        await asyncio.gather(*tasks)
 
     asyncio.run(scenario())
 

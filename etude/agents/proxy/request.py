@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from etude.chat import MessageDelta
 from etude.chat.answer_grammar import AnswerForm
 from etude.chat.tokenizer import Ids, Tokenizer
+from etude.images import PromptImages
 from etude.records import Completion, Message, PromptScores, SamplingParams
 from etude.support import Support
 
@@ -305,12 +306,16 @@ class Upstream(Protocol):
     """Any sampler with these methods; the embedded engine is one. Any number of calls may be active. Cancelling a call
     at any await ends its sampling."""
 
-    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> Completion:
         """Sample one continuation. Raise `DataError` or `ConfigError` if the request cannot be sampled, and
         `EngineError` if it cannot be sampled now."""
         ...
 
-    def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[CompletionChunk, None]:
+    def stream(
+        self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> AsyncGenerator[CompletionChunk, None]:
         """Stream one continuation. Closing the stream ends the sampling."""
         ...
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from etude.chat.transcript import check_observation
+from etude.images import PromptImages
 from etude.protocols import Ids, TokenGenerator
 from etude.recipes.collect.episodes import ENVIRONMENT_PART, Episode, EpisodeEndedError, EpisodePlayer, state_number
 from etude.recipes.collect.rollouts import PlayedRollout
@@ -77,7 +78,12 @@ class TimeoutEngine:
         self._timer: asyncio.TimerHandle | None = None  # one timer for all waiting requests
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] = lambda: None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] = lambda: None,
     ) -> Completion:
         """Return the engine's answer. Raises `TimeoutError`. on_start: called on any thread when the engine begins."""
         loop = asyncio.get_running_loop()
@@ -98,7 +104,7 @@ class TimeoutEngine:
             if self._timer is None:
                 self._check_stalled()
             try:
-                return await self._engine.generate(prompt, sampling, on_start=on_engine_start)
+                return await self._engine.generate(prompt, sampling, images=images, on_start=on_engine_start)
             finally:
                 self._remove(timeout)
 

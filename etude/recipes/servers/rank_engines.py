@@ -16,6 +16,7 @@ import torch
 from etude.data.partition import partition_rollouts
 from etude.dispatch import crew_of
 from etude.dispatch.multi_rank_crew import MultiRankCrew
+from etude.images import PromptImages
 from etude.models import adapt
 from etude.models.loading import create_on_meta
 from etude.observe import Metrics
@@ -81,9 +82,14 @@ class _Replica:
         self._rank = rank
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Sample one continuation on that rank. Cancelling the wait aborts the request."""
-        future = self._crew.submit(self._rank, PolicyWorker.generate, prompt, sampling, on_start=on_start)
+        future = self._crew.submit(self._rank, PolicyWorker.generate, prompt, sampling, images, on_start=on_start)
         answer: Completion = await asyncio.wrap_future(future)
         return answer

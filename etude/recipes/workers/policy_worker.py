@@ -24,6 +24,7 @@ from etude.algorithms.support_metrics import measure_support
 from etude.batch import Batch
 from etude.checkpoint import export, export_adapter
 from etude.dispatch.machine import machine_id
+from etude.images import PromptImages
 from etude.models import adapter_config
 from etude.models.published_names import PublishedNames
 from etude.models.weight_files import find_weights
@@ -409,9 +410,16 @@ class PolicyWorker(CheckpointedWorker):
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None]) -> Completion:
+    async def generate(
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        images: PromptImages | None = None,
+        *,
+        on_start: Callable[[], None],
+    ) -> Completion:
         """Sample one continuation with this rank's engine."""
-        return await self._sampling_engine.generate(prompt, sampling, on_start=on_start)
+        return await self._sampling_engine.generate(prompt, sampling, images=images, on_start=on_start)
 
     @dispatch_mode()
     def publish(self, version: int) -> Metrics:

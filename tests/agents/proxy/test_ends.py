@@ -20,6 +20,7 @@ from starlette.routing import Route
 from etude.agents.proxy.app import create_router
 from etude.agents.proxy.slot_queue import SlotQueue
 from etude.chat.tokenizer import Ids
+from etude.images import PromptImages
 from etude.records import Outcome, SamplingParams
 from etude.rollout.request import Delta
 from etude.store.http.server import create_app
@@ -126,7 +127,9 @@ def _whole(connection: socket.socket) -> bytes:
 class Endless(Scripted):
     """An upstream whose answer never ends."""
 
-    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> AsyncGenerator[Delta, None]:
         completion = self._completion(prompt, sampling)
         one = completion.ids[:1], completion.logp[:1], completion.version[:1]
         while True:

@@ -22,6 +22,7 @@ from etude.agents.proxy.sampling_rules import FORCED
 from etude.chat import ChatRenderer
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.errors import EngineError
+from etude.images import PromptImages
 from etude.records import Completion, Outcome, SamplingParams
 from etude.rollout.request import Delta
 from etude.store.journal.events import TurnRecorded
@@ -547,12 +548,16 @@ def test_too_many_calls_are_refused_with_retry_after() -> None:
 class Dying(Scripted):
     """An engine that dies after a few tokens."""
 
-    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> Completion:
         raise EngineError("The engine has gone.")
 
-    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> AsyncGenerator[Delta, None]:
         count = 0
-        async for chunk in super().stream(prompt, sampling):
+        async for chunk in super().stream(prompt, sampling, images=images):
             if (count := count + 1) > 4:
                 raise EngineError("The engine has gone.")
             yield chunk
@@ -649,7 +654,9 @@ class Failing(Scripted):
 
     under_way = most = 0
 
-    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> Completion:
         """Answer, or fail at the third call."""
         self.under_way += 1
         self.most = max(self.most, self.under_way)
@@ -657,7 +664,7 @@ class Failing(Scripted):
             if len(self.asked) == 2:
                 await asyncio.sleep(0.1)
                 raise EngineError("it broke")
-            return await super().generate(prompt, sampling)
+            return await super().generate(prompt, sampling, images=images)
         finally:
             self.under_way -= 1
 

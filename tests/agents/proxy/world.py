@@ -21,6 +21,7 @@ from etude.agents.proxy.app import create_app
 from etude.chat import ChatRenderer, Tokenizer
 from etude.chat.tokenizer import Ids
 from etude.errors import ConfigError
+from etude.images import PromptImages
 from etude.records import Completion, SamplingParams, Task, Turn
 from etude.rollout.request import Delta
 from etude.store.journal.memory import MemoryJournal
@@ -84,12 +85,16 @@ class Scripted:
             top_logp=None if top is None else -1 - top.astype(np.float32),
         )
 
-    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> Completion:
         """Return the whole answer."""
         await asyncio.sleep(self._pause)
         return self._completion(prompt, sampling)
 
-    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """Yield the answer token by token."""
         whole = self._completion(prompt, sampling)
         for n in range(len(whole.ids)):

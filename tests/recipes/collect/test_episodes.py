@@ -16,6 +16,7 @@ from etude.chat import ChatRenderer, Tokenizer
 from etude.chat import toolbox as calls
 from etude.data.samples import build_samples
 from etude.errors import ConfigError, EngineError, EnvError
+from etude.images import PromptImages
 from etude.protocols import Ids
 from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.episodes import EpisodePlayer
@@ -64,7 +65,12 @@ class Speaker:
         self.answering = self.most = 0
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Return the scripted answer, up to the allowed length."""
         assert on_start is not None

@@ -21,6 +21,7 @@ from etude.data.samples import build_samples
 from etude.dispatch import CrewConfig, LocalCrew, crew_of
 from etude.dispatch.remote_batch import RemoteBatch, compose_remote_batch, load_batch
 from etude.errors import BatchError, CrewError, RewardError
+from etude.images import PromptImages
 from etude.observe import Metrics
 from etude.protocols import Crew, Ids
 from etude.recipes.collect.rollouts import ScoredRollout, StepGroups
@@ -227,12 +228,17 @@ class Throttled(Scripted):
     stored = 0
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Sample a large answer."""
         while len(self.asked) > self.stored + 3:
             await asyncio.sleep(0.001)
-        return await super().generate(prompt, sampling, on_start=on_start)
+        return await super().generate(prompt, sampling, images=images, on_start=on_start)
 
 
 def collect(crew: Crew, journal: Path, tasks: int = 8) -> tuple[StepGroups, Metrics, Metrics]:

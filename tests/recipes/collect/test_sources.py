@@ -21,6 +21,7 @@ from etude.chat import ChatRenderer, Tokenizer
 from etude.data import SAMPLERS, Dataset
 from etude.envs import Observation, TextEnv
 from etude.errors import CollectionError, EngineError, RewardError
+from etude.images import PromptImages
 from etude.protocols import Ids
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.config import CollectionConfig
@@ -71,7 +72,12 @@ class Scripted:
         self.answering = self.most = 0
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Return tokens drawn by the seed of the request."""
         assert on_start is not None

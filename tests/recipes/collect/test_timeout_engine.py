@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from etude.images import PromptImages
 from etude.models import create, tiny_config
 from etude.protocols import Ids
 from etude.recipes.collect.player import TimeoutEngine
@@ -28,7 +29,12 @@ class OneByOne:
         self.lock = asyncio.Lock()
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         async with self.lock:
             assert on_start is not None

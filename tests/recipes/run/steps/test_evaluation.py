@@ -17,6 +17,7 @@ import pytest
 from etude.config.only_with import idle_options
 from etude.data import Dataset
 from etude.errors import EngineError
+from etude.images import PromptImages
 from etude.observe import JsonlSink, Metrics, RunInfo, RunLog, Sum, null_progress
 from etude.protocols import Ids
 from etude.recipes.collect.player import EnginePlayer
@@ -43,7 +44,12 @@ class Adapters:
         self.failure: EngineError | None = None
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Completion:
         """Draw one token by the version that the request names, which must be held until the end."""
         assert sampling.version is not None
