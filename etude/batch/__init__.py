@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from etude.batch.batch import COLUMNS, OWN_NAMES, Batch
 from etude.batch.columns import Column, ColumnKind, ranges
+from etude.batch.images import ImageContent, PackImages, StoredBytes
 from etude.batch.meta import BatchMeta
 from etude.batch.pack import Pack
 from etude.batch.schema import BatchSchema
@@ -18,7 +19,10 @@ __all__ = [
     "BatchSchema",
     "Column",
     "ColumnKind",
+    "ImageContent",
     "Pack",
+    "PackImages",
+    "StoredBytes",
     "SupportSets",
     "from_bytes",
     "ranges",

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from etude.batch import checks
 from etude.batch.columns import Column, ColumnKind, ranges
+from etude.batch.images import ImageContent, StoredBytes, image_columns, joined_images, select_images
 from etude.batch.schema import BatchSchema
 from etude.batch.split import split_rollouts
 from etude.batch.support_sets import SupportSets
@@ -62,6 +63,10 @@ class Batch:
     """bool: chosen by the policy."""
     observation: Tensor | None = field(default=None, metadata=_TOKEN)
     """bool: the environment's output between two answers, each token once. ECHO learns to predict it."""
+    image: Tensor | None = field(default=None, metadata=_TOKEN)
+    """int32: the place in `images` of the image that the token takes a feature of; -1 is none."""
+    feature: Tensor | None = field(default=None, metadata=_TOKEN)
+    """int32: the index of that feature among the image's; -1 is none."""
     turn: Tensor | None = field(default=None, metadata=_TOKEN)
     """int32, never decreasing over a rollout's actions: the turn each action token belongs to."""
     version: Tensor | None = field(default=None, metadata=_TOKEN)
@@ -136,6 +141,8 @@ class Batch:
 
     support_sets: SupportSets | None = None
     """The sets that `support` names, each once."""
+    images: tuple[ImageContent, ...] = ()
+    """The images that `image` names, each once: their bytes, or handles to them."""
 
     extra: Mapping[str, Column] = field(default_factory=dict)
     """The columns of plug-ins: numbers of the tasks (`data.batch_columns`), and what a program adds."""
@@ -226,7 +233,7 @@ class Batch:
         unknown = changes.keys() - {f.name for f in fields(self)}
         if unknown:
             raise BatchError(f"`{sorted(unknown)[0]}` is not a column of a batch. Put a plug-in's column into `extra`.")
-        if changes.keys() & {"offsets", "unit", "group", "ids", "action"}:
+        if changes.keys() & _CHECKED_TOGETHER:
             return Batch(**{f.name: changes.get(f.name, self.__dict__[f.name]) for f in fields(self)})
         other = self._replace_unchecked(changes)
         for name, column in other.columns():
@@ -270,6 +277,8 @@ class Batch:
         changes = layout | _column_fields(columns)
         if self.support_sets is not None:
             changes["support"], changes["support_sets"] = self.support_sets.select(changes["support"])
+        if self.images:
+            changes |= select_images(changes["image"], changes["feature"], self.images)
         return self._replace_unchecked(changes)
 
     def split(self, parts: int, by: str = "rollout") -> list[Batch]:
@@ -286,7 +295,7 @@ class Batch:
         """Join batches in order. Groups stay separate: equal numbers in two batches are two groups."""
         if not batches:
             raise BatchError("An empty list of batches cannot be joined: at least one is needed.")
-        batches = _share_sources(_share_support(batches))
+        batches = _share_images(_share_sources(_share_support(batches)))
         first = batches[0]
         kinds = {name: column.kind for name, column in first.columns()}
         for i, other in enumerate(batches):
@@ -315,13 +324,18 @@ class Batch:
 
     @classmethod
     def from_records(
-        cls, samples: Sequence[Sample], rollouts: Sequence[Rollout], form: BatchSchema | None = None
+        cls,
+        samples: Sequence[Sample],
+        rollouts: Sequence[Rollout],
+        form: BatchSchema | None = None,
+        images: Mapping[str, bytes | StoredBytes] | None = None,
     ) -> Batch:
         """Build a batch of rows in time order within each rollout.
 
         Every rollout stays in its group, those without a row included. `metric` has the rewards of turns too. Penalties
         and KL terms change the reward later, but not this column.
         form: the schema of the whole batch, where these are only some of its rollouts, or none.
+        images: the bytes of the rows' images, or handles to them, by digest.
         """
         if not rollouts and form is None:
             raise BatchError("A batch needs at least one rollout; none was given.")
@@ -380,6 +394,7 @@ class Batch:
             alternative_ids=_alternatives(ordered, "alternative_ids", form.alternatives, 0),
             alternative_logp=_alternatives(ordered, "alternative_logp", form.alternatives, -np.inf),
             routes=_routes(ordered, form.route_format),
+            **image_columns(ordered, images or {}),
             greedy_reward=column((rollout.greedy_reward for rollout in rollouts), torch.float64)
             if form.has_greedy_reward
             else None,
@@ -405,6 +420,14 @@ def _share_support(batches: Sequence[Batch]) -> list[Batch]:
         shared.append(batch.replace(support=torch.where(places < 0, -1, places + before), support_sets=joined))
         before += 0 if batch.support_sets is None else len(batch.support_sets.kind)
     return shared
+
+
+def _share_images(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the batches with places in one tuple of images, if any has images."""
+    if not any(batch.images for batch in batches):
+        return list(batches)
+    fields_of = joined_images(batches)
+    return [batch._replace_unchecked(changes) for batch, changes in zip(batches, fields_of, strict=True)]
 
 
 def _share_sources(batches: Sequence[Batch]) -> list[Batch]:
@@ -457,6 +480,9 @@ def _places(samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> dict[int,
             raise BatchError(f"Row {r} belongs to rollout {sample.rollout}, which is not among the rollouts given.")
     return place
 
+
+_CHECKED_TOGETHER = frozenset({"offsets", "unit", "group", "ids", "action", "image", "feature", "images"})
+"""The fields that only a check of the whole batch covers."""
 
 COLUMNS: dict[str, ColumnKind] = {f.name: f.metadata["kind"] for f in fields(Batch) if "kind" in f.metadata}
 """The columns of Etude, by name."""

@@ -42,6 +42,7 @@ def check_layout(batch: Batch) -> None:
         )
     if (batch.support is None) != (batch.support_sets is None):
         raise BatchError("A batch has the column `support` and its table `support_sets` together, or neither.")
+    _check_images(batch)
     _check_rows(batch)
     if batch.num_rows:
         wrong = ((batch.unit < 0) | (batch.unit >= batch.num_rollouts)).nonzero()
@@ -61,6 +62,28 @@ def check_layout(batch: Batch) -> None:
         raise BatchError(
             f"Rollout {int(wrong[0])} is in group {int(batch.group[wrong[0]])}, which is out of range: "
             f"{batch.num_rollouts} rollouts have groups numbered from 0 to {batch.num_rollouts - 1} at most."
+        )
+
+
+def _check_images(batch: Batch) -> None:
+    """Check that tokens name images that are there, each once."""
+    if batch.image is None and batch.feature is None and not batch.images:
+        return
+    if batch.image is None or batch.feature is None or not batch.images:
+        raise BatchError("A batch has the columns `image` and `feature` and its `images` together, or none of them.")
+    digests = [image.digest for image in batch.images]
+    if len(set(digests)) < len(digests):
+        raise BatchError("`images` has an image twice. Give each once, by its digest, and have `image` name it.")
+    if batch.image.dtype != torch.int32 or batch.feature.dtype != torch.int32:
+        raise BatchError(f"`image` and `feature` must be int32; they are {batch.image.dtype}, {batch.feature.dtype}.")
+    if len(batch.image) != batch.num_tokens or len(batch.feature) != batch.num_tokens:
+        return  # the check of the column says so
+    outside = (batch.image < -1) | (batch.image >= len(digests)) | ((batch.image >= 0) != (batch.feature >= 0))
+    if bool(outside.any()):
+        token = int(outside.nonzero()[0])
+        raise BatchError(
+            f"Token {token} takes feature {int(batch.feature[token])} of image {int(batch.image[token])}; this batch "
+            f"has the images 0 to {len(digests) - 1}. Write -1 in both columns where a token takes none."
         )
 
 
@@ -104,6 +127,8 @@ def check_values(batch: Batch) -> None:
         _refuse_tokens(batch, batch.action & (batch.version < 0), "does not say which policy version sampled it")
     if batch.turn is not None:
         _check_turns(batch, batch.turn)
+    if batch.image is not None:
+        _refuse_tokens(batch, batch.action & (batch.image >= 0), "takes a feature of an image")
     rewards = {
         "reward": batch.reward,
         "metric": batch.metric,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from etude.batch.images import PackImages
 from etude.errors import BatchError
 
 
@@ -27,6 +28,8 @@ class Pack:
     source: Tensor  # [T] int64: for each batch token, the packed token that predicts it; -1 for the first of a row
     row_ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[R] int64: the last packed token of each row of the batch, -1 for an empty row; [0] if not made from a batch."""
+    images: PackImages | None = None
+    """The images, if any token takes a feature of one."""
 
     def places(self, rows: Tensor) -> Tensor:
         """[T]: return the packed token of each batch token. rows: [R + 1], the batch's `offsets`."""

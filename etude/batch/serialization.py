@@ -21,6 +21,7 @@ from torch import Tensor
 
 from etude.batch.batch import COLUMNS, Batch
 from etude.batch.columns import Column, ColumnKind
+from etude.batch.images import ImageContent
 from etude.batch.support_sets import SupportSets
 from etude.errors import BatchError
 
@@ -29,6 +30,8 @@ _PREFIX = len(_MAGIC) + 8
 _ALIGN = 64
 _LAYOUT = ("offsets", "unit", "group")
 _SETS = {"support_sets.kind": "kind", "support_sets.offsets": "offsets", "support_sets.data": "data"}
+_IMAGE = "images."
+"""The beginning of the names of images, each of which ends with its digest."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -47,11 +50,12 @@ _DTYPES = {
 
 
 def to_bytes(batch: Batch) -> bytearray:
-    """Serialize the whole batch into one buffer; `from_bytes` inverts it."""
+    """Serialize the whole batch into one buffer; `from_bytes` inverts it. Images that are elsewhere are read."""
     columns = dict(batch.columns())
     tensors = {name: getattr(batch, name) for name in _LAYOUT} | {name: c.tensor for name, c in columns.items()}
     if batch.support_sets is not None:
         tensors |= {name: getattr(batch.support_sets, key) for name, key in _SETS.items()}
+    tensors |= {f"{_IMAGE}{image.digest}": _as_tensor(image.read()) for image in batch.images}
     kinds = {name: column.kind.value for name, column in columns.items()}
     layout = []
     buffers = []
@@ -120,6 +124,9 @@ def _decode_batch(head: dict[str, Any], columns: memoryview) -> Batch:
             extra[name] = Column(ColumnKind(kind), tensors[name])
     if all(name in tensors for name in _SETS):
         values["support_sets"] = SupportSets(**{key: tensors[name] for name, key in _SETS.items()})
+    digests = [name.removeprefix(_IMAGE) for name in tensors if name.startswith(_IMAGE)]
+    images = [ImageContent(digest, tensors[f"{_IMAGE}{digest}"].numpy().tobytes()) for digest in digests]
+    values["images"] = tuple(images)
     values |= {name: tuple(head[name]) for name in ("part_names", "source_names")}
     return Batch(model=head["model"], extra=extra, **values)
 
@@ -137,6 +144,10 @@ def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
         return np.empty(0, np.uint8)
     raw: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return raw
+
+
+def _as_tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
 def _decode_tensor(columns: memoryview, entry: dict[str, Any]) -> Tensor:

@@ -11,6 +11,8 @@ and its completions are below it::
 Two rows share the common prefix of their contexts, which are the tokens before the first action. The hidden state of a
 token depends only on the tokens up to it. So sharing changes no number, only the number of times that it is computed.
 Only contexts are shared, so every action token is in a segment of one row alone.
+
+Image tokens have equal ids, whatever their image is. So contexts compare the image in place of the id.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from etude.batch import Batch, Pack, ranges
+from etude.batch import Batch, Pack, PackImages, ranges
 from etude.errors import BatchError
 
 ID_BYTES = np.dtype(np.int32).itemsize
@@ -49,13 +51,18 @@ def pack_prefix_tree(batch: Batch) -> Pack:
     first = batch.offsets.cpu()
     source[first[:-1][first[1:] > first[:-1]]] = -1
     ends = torch.where(first[1:] > first[:-1], torch.cat([positions, positions.new_full((1,), -1)])[first[1:] - 1], -1)
+    taken = ranges(starts, lengths).to(batch.device)  # [P]: a batch token that is each packed token
+    images = None
+    if batch.image is not None and batch.feature is not None:
+        images = PackImages(batch.image[taken], batch.feature[taken], batch.images)
     return Pack(
-        ids=batch.ids[ranges(starts, lengths).to(batch.device)],
+        ids=batch.ids[taken],
         positions=ranges(depths, lengths).to(batch.device),
         offsets=offsets,
         parent=torch.tensor(forest.parent, dtype=torch.int64),
         source=source.to(batch.device),
         row_ends=ends.to(batch.device),
+        images=images,
     )
 
 
@@ -86,7 +93,10 @@ def micro_batches(batch: Batch, max_tokens: int, by: str = "rollout") -> list[Ba
 
 @dataclass(frozen=True)
 class _ContextRows:
-    """The lengths and the contexts of rows. Contexts are bytes, which compare and sort quickly."""
+    """The lengths and the contexts of rows. Contexts are bytes, which compare and sort quickly.
+
+    A token that takes a feature of image i has -1 - i there in place of its id.
+    """
 
     starts: list[int]
     lengths: list[int]
@@ -99,6 +109,9 @@ class _ContextRows:
     def from_batch(cls, batch: Batch) -> _ContextRows:
         offsets = batch.offsets.cpu().numpy()
         ids = np.ascontiguousarray(batch.ids.cpu().numpy(), dtype=np.int32)
+        if batch.image is not None:
+            image = batch.image.cpu().numpy()
+            ids = np.where(image >= 0, -1 - image, ids)
         action_tokens = np.flatnonzero(batch.action.cpu().numpy())
         first_actions = np.append(action_tokens, batch.num_tokens)[np.searchsorted(action_tokens, offsets[:-1])]
         ends = np.minimum(first_actions, offsets[1:]).tolist()

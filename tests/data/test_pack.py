@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.batch import Batch, Pack
+from etude.batch import Batch, ImageContent, Pack
 from etude.data.pack import micro_batches, pack_prefix_tree
 from etude.errors import BatchError
 from tests.batches import batches, same
@@ -61,6 +61,54 @@ def check_paths(batch: Batch, pack: Pack) -> None:
         else:
             path = seen[int(pack.row_ends[row])].nonzero()[:, 0]
             assert torch.equal(pack.ids[path[pack.positions[path].argsort()]], batch.ids[start:end])
+
+
+def with_images(batch: Batch, seed: int) -> Batch:
+    """Return the batch with one of two images at the first tokens of each context, if it has two tokens."""
+    image = torch.full((batch.num_tokens,), -1, dtype=torch.int32)
+    feature = image.clone()
+    choices = np.random.default_rng(seed).integers(0, 2, batch.num_rows)
+    for start, end, choice in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), choices, strict=True):
+        if end - start >= 2 and not batch.action[start : start + 2].any():
+            image[start : start + 2] = int(choice)
+            feature[start : start + 2] = torch.arange(2)
+    contents = (ImageContent("aa", b"a"), ImageContent("bb", b"b"))
+    ids = torch.where(image < 0, batch.ids, 7)
+    return batch.replace(ids=ids, image=image, feature=feature, images=contents)
+
+
+@given(trees, st.integers(0, 9))
+def test_rows_share_an_image_only_if_it_is_the_same(bare: Batch, seed: int) -> None:
+    """Equal ids with another image are another context. Everything else is as without images."""
+    batch = with_images(bare, seed)
+    pack = pack_prefix_tree(batch)
+    check_paths(batch, pack)
+    assert pack.images is not None and batch.image is not None and batch.feature is not None
+    packed = pack.places(batch.offsets)
+    assert torch.equal(pack.images.image[packed], batch.image)
+    assert torch.equal(pack.images.feature[packed], batch.feature)
+    assert len(pack.ids) == trie_size(batch.replace(ids=torch.where(batch.image < 0, batch.ids, 50 + batch.image)))
+    assert pack_prefix_tree(bare).images is None
+
+
+def test_the_same_prompt_with_the_same_image_is_packed_once() -> None:
+    batch = with_images(batch_of([[[([7, 7, 1], [2])], [([7, 7, 1], [3])]]]), 0)
+    assert batch.image is not None
+    other = batch.replace(image=torch.tensor([0, 0, -1, -1, 1, 1, -1, -1], dtype=torch.int32))
+    alike = batch.replace(image=torch.where(batch.image < 0, -1, 1).int())
+    assert [len(pack_prefix_tree(each).ids) for each in (other, alike)] == [8, 5]
+    assert [len(micro_batches(each, 6)) for each in (other, alike)] == [2, 1]
+
+
+def test_padding_takes_no_feature_and_parts_keep_their_images() -> None:
+    pack = pack_prefix_tree(with_images(batch_of([[[([7, 7, 1], [2])]]]), 0))
+    assert pack.images is not None
+    padded = pack.images.padded(2)
+    assert padded.image.tolist()[-2:] == padded.feature.tolist()[-2:] == [-1, -1]
+    first = padded.of_tokens(slice(1, 4))
+    assert first is not None and first.feature.tolist() == [1, -1, -1]
+    assert first.image.tolist() == [0, -1, -1] and len(first.contents) == 1
+    assert padded.of_tokens(slice(2, 6)) is None
 
 
 def trie_size(batch: Batch) -> int:
