@@ -8,6 +8,7 @@
     ├── DataError (ValueError)            data that breaks a rule; names the row or the rollout
     │   ├── BatchError                    columns of a batch that do not fit together
     │   ├── ChatError                     a conversation that the chat template cannot render; says why
+    │   ├── ImageError                    an image that cannot be taken; says why
     │   ├── MissingColumnError            a column that an algorithm requires and the batch lacks
     │   └── RewardError                   a reward that failed, or is not a finite number; names the task
     ├── CheckpointError                   a checkpoint that cannot be written or read; names the file
@@ -71,6 +72,10 @@ class BatchError(DataError):
 
 class ChatError(DataError):
     """The chat template cannot render a conversation."""
+
+
+class ImageError(DataError):
+    """An image cannot be taken: it is damaged, too large, or of a shape that the model does not take."""
 
 
 class MissingColumnError(DataError):

@@ -1,0 +1,143 @@
+"""Encoded images: what may come in, and the one decoder.
+
+Bytes of strangers are read in steps. The size that the header says is compared with the limit before a decoder sees
+the file, so that a small file of many pixels costs nothing. Then all pixels are decoded, so that a damaged file is
+refused where it comes in and not in the middle of a step.
+
+Etude takes PNG, JPEG, WebP and GIF. Of an animation it takes the first frame.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from PIL import ExifTags, GifImagePlugin, Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+from etude.errors import ImageError
+from etude.images.spans import ImageRef, image_digest
+
+Opener: TypeAlias = Callable[[io.BytesIO], ImageFile.ImageFile]
+
+MAX_PIXELS = 50_000_000
+"""The most pixels of an image."""
+KNOWN_FORMATS = "PNG, JPEG, WebP or GIF"
+
+_OPENERS: dict[str, Opener] = {
+    "image/png": PngImagePlugin.PngImageFile,
+    "image/jpeg": JpegImagePlugin.JpegImageFile,
+    "image/webp": WebPImagePlugin.WebPImageFile,
+    "image/gif": GifImagePlugin.GifImageFile,
+}
+_ROTATIONS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""The turn that makes an image upright, by the orientation that its file gives."""
+_SWAPS_SIDES = 5  # from this orientation on
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """The largest image that is taken."""
+
+    max_bytes: int
+    max_pixels: int = MAX_PIXELS
+
+
+def media_type(content: bytes) -> str:
+    """Return the media type of an encoded image, by its first bytes; an empty text for any other file."""
+    if content.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "image/png"
+    if content.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg"
+    if content.startswith((b"GIF87a", b"GIF89a")):
+        return "image/gif"
+    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+        return "image/webp"
+    return ""
+
+
+def inspect_image(content: bytes, limits: ImageLimits, owner: str = "The image") -> ImageRef:
+    """Return the hash and the size of an image that can be read whole; raise an `ImageError` for any other.
+
+    owner: the image's name in an error. Example: `Image 2 of message 0`.
+    """
+    if len(content) > limits.max_bytes:
+        raise ImageError(
+            f"{owner} has {len(content):,} bytes; this run takes {limits.max_bytes:,}. Send a smaller one."
+        )
+    image = _load(content, limits.max_pixels, owner)
+    width, height = image.size
+    if _orientation(image) >= _SWAPS_SIDES:
+        width, height = height, width
+    return ImageRef(image_digest(content), width, height)
+
+
+def open_image(content: bytes, owner: str = "The image") -> Image.Image:
+    """Return an image upright and in RGB, on white where it is transparent; of an animation the first frame."""
+    image = _load(content, MAX_PIXELS, owner)
+    rotation = _ROTATIONS.get(_orientation(image))
+    colours = _to_rgb(image)
+    return colours if rotation is None else colours.transpose(rotation)
+
+
+def _load(content: bytes, max_pixels: int, owner: str) -> ImageFile.ImageFile:
+    """Return an image with its pixels decoded."""
+    opener = _OPENERS.get(media_type(content))
+    if opener is None:
+        raise ImageError(f"{owner} is not an image that Etude takes. Send a whole {KNOWN_FORMATS}.")
+    _check_pixels(_webp_size(content), max_pixels, owner)
+    try:
+        # The formats' own classes: `Image.open` has a limit of its own, for the whole process.
+        image = opener(io.BytesIO(content))
+        _check_pixels(image.size, max_pixels, owner)
+        image.load()
+        _check_pixels(image.size, max_pixels, owner)
+    except ImageError:
+        raise
+    except Exception as error:  # damaged bytes raise errors of a dozen types
+        reason = str(error).split(" (")[0].strip().rstrip(".")[:120] or type(error).__name__
+        raise ImageError(f"{owner} cannot be read: {reason}. Send a whole {KNOWN_FORMATS}.") from error
+    return image
+
+
+def _check_pixels(size: tuple[int, int], max_pixels: int, owner: str) -> None:
+    if size[0] * size[1] > max_pixels:
+        raise ImageError(f"{owner} has {size[0]} × {size[1]} pixels; this run takes {max_pixels:,}. Make it smaller.")
+
+
+def _webp_size(content: bytes) -> tuple[int, int]:
+    """Return the size that a WebP's header says, before its decoder takes memory for it; no pixels for others."""
+    kind = content[12:16] if content[:4] == b"RIFF" else b""
+    if kind == b"VP8X":
+        return 1 + int.from_bytes(content[24:27], "little"), 1 + int.from_bytes(content[27:30], "little")
+    return 0, 0  # the two other kinds have at most 16,383 pixels a side, and their decoder takes no memory yet
+
+
+def _orientation(image: ImageFile.ImageFile) -> int:
+    """Return the orientation that the file gives; 1, which is upright, if it says nothing that can be read."""
+    try:
+        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # notes of cameras are damaged often, and the pixels are whole
+        return 1
+    return found if isinstance(found, int) else 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "I;16":
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    layer = image.convert("RGBA")
+    white = Image.new("RGB", layer.size, "white")
+    white.paste(layer, mask=layer.getchannel("A"))
+    return white
