@@ -17,6 +17,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from etude.errors import DataError, StoreError
+from etude.images import ImageSpan
 from etude.records import Completion, Task, Turn
 from etude.store.journal.blobs import pack_turn, unpack_turn
 from etude.store.journal.event_records import EventRecord, decode, encode_whole
@@ -172,6 +173,7 @@ class TurnFields:
     opened: Id = 0
     text: str = ""
     grammar: str | None = None
+    images: list[ImageSpan] = field(default_factory=list)
 
 
 def encode_turn(turn: Turn) -> dict[str, Any]:
@@ -179,7 +181,17 @@ def encode_turn(turn: Turn) -> dict[str, Any]:
     fields = {name: getattr(turn, name) for name in TURN_FIELDS}
     arrays = base64.b64encode(pack_turn(turn)).decode()
     completion = {"finish_reason": turn.completion.finish_reason, "text": turn.completion.text}
-    return fields | completion | {"grammar": turn.grammar, "tags": list(turn.tags), "arrays": arrays}
+    images = encode_as(list[ImageSpan], turn.images)
+    return (
+        fields
+        | completion
+        | {
+            "grammar": turn.grammar,
+            "images": images,
+            "tags": list(turn.tags),
+            "arrays": arrays,
+        }
+    )
 
 
 def decode_turn(document: Mapping[str, Any]) -> Turn:
@@ -190,7 +202,8 @@ def decode_turn(document: Mapping[str, Any]) -> Turn:
         text = document.get("text", "")
         completion = Completion(finish_reason=document["finish_reason"], text=text, **columns)
         known = {"index": 0} | {name: document[name] for name in (*TURN_FIELDS, "grammar") if name in document}
-        turn = Turn(prompt, completion, **known | {"tags": tuple(document.get("tags", ()))})
+        images = tuple(decode_as(list[ImageSpan], document.get("images", [])))
+        turn = Turn(prompt, completion, images=images, **known | {"tags": tuple(document.get("tags", ()))})
         if len(pack_turn(turn)) != len(payload):
             raise ValueError(f"its arrays end before their {len(payload)} bytes do")
         return turn

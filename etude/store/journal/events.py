@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any, ClassVar, Self, TypeAlias, get_args
 
 from etude.errors import DataError
+from etude.images import ImageSpan
 from etude.records import Completion, Outcome, Turn
 from etude.store.journal.blobs import pack_turn, unpack_turn
 from etude.store.journal.json_values import check_finite, to_json_value
@@ -25,6 +26,16 @@ from etude.store.queue.rollout_limits import RETRIED, RolloutLimits, RolloutPurp
 
 TURN_FIELDS = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
 """The fields of a turn that are not its arrays."""
+
+
+def spans_to_lists(spans: Sequence[ImageSpan]) -> list[list[str | int]]:
+    """Return spans as JSON values: the digest of each image, then start, stop and first."""
+    return [[span.digest, span.start, span.stop, span.first] for span in spans]
+
+
+def spans_from_lists(lists: Sequence[Sequence[Any]]) -> tuple[ImageSpan, ...]:
+    """Return the spans of JSON values."""
+    return tuple(ImageSpan(*each) for each in lists)
 
 
 class BaseEvent:
@@ -207,6 +218,7 @@ class TurnRecorded(RolloutEvent):
         """The fields, without the arrays of the turn, which are in the payload."""
         turn = {name: getattr(self.turn, name) for name in TURN_FIELDS}
         turn |= {} if self.turn.grammar is None else {"grammar": self.turn.grammar}
+        turn |= {"images": spans_to_lists(self.turn.images)} if self.turn.images else {}
         completion = {name: getattr(self.turn.completion, name) for name in ("finish_reason", "text")}
         return BaseEvent.to_dict(self) | {"turn": turn, "completion": completion}
 
@@ -217,7 +229,9 @@ class TurnRecorded(RolloutEvent):
     def from_dict(cls, document: dict[str, Any], payload: bytes) -> TurnRecorded:
         prompt, columns = unpack_turn(payload)
         completion = Completion(**{**columns, **document["completion"]})
-        turn = Turn(prompt, completion, **document["turn"] | {"tags": tuple(document["turn"]["tags"])})
+        stored = document["turn"]
+        read = {"tags": tuple(stored["tags"]), "images": spans_from_lists(stored.get("images", ()))}
+        turn = Turn(prompt, completion, **stored | read)
         others = {name: value for name, value in document.items() if name not in ("turn", "completion")}
         return cls(turn=turn, **others)
 

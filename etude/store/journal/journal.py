@@ -10,7 +10,6 @@ position misses no event and sees none twice.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -18,9 +17,9 @@ from dataclasses import replace
 from heapq import merge
 from operator import itemgetter
 from threading import RLock
-from typing import NamedTuple
 
 from etude.errors import NotFoundError, StoreError
+from etude.images import ImageRef
 from etude.records import Turn
 from etude.store.journal.blobs import ReadSlice, TurnShape, read_turn_shape
 from etude.store.journal.deferred_signals import defer_signals
@@ -29,7 +28,6 @@ from etude.store.journal.event_records import (
     EventRecord,
     JournalMark,
     chain_records,
-    checksum,
     decode,
     encode,
 )
@@ -42,8 +40,9 @@ from etude.store.journal.events import (
     TurnRecorded,
     TurnRewarded,
 )
-from etude.store.journal.json_values import to_json
-from etude.store.journal.states import STATES, AttemptState, Phase, ResourceState, RolloutState, S, State, TaskState
+from etude.store.journal.images import ImageCheck, StoredImage
+from etude.store.journal.state_rows import StateRow, decode_state, encode_state
+from etude.store.journal.states import AttemptState, Phase, ResourceState, RolloutState, S, State, TaskState
 from etude.store.journal.transitions import EventFold
 from etude.store.queue.rollout_limits import RolloutPurpose
 
@@ -53,25 +52,13 @@ PAGE_BYTES = 2**23
 """Bytes of the rollouts whose events a reader holds at once, if it is more than one rollout."""
 
 
-class StateRow(NamedTuple):
-    """A state in its stored form."""
-
-    kind: str
-    id: int
-    phase: str
-    use: str
-    body: str
-    """JSON."""
-    digest: int
-    """A checksum of the fields above."""
-
-
 class Transaction:
     """The batches that a transaction has accepted, and the states that follow from them."""
 
-    def __init__(self, start: int, fold: EventFold) -> None:
+    def __init__(self, start: int, fold: EventFold, check_images: ImageCheck) -> None:
         self.start = start
         self.fold = fold
+        self._check_images = check_images
         self.records: list[EventRecord] = []
 
     def append(self, events: Sequence[Event]) -> int:
@@ -80,6 +67,7 @@ class Transaction:
         An illegal event raises `IllegalTransitionError`, and the transaction is as before the call.
         """
         records = [encode(event) for event in events]
+        self._check_images(events)
         self.fold.extend(events)
         self.records += records
         return self.start + len(self.records)
@@ -105,6 +93,7 @@ class Journal(ABC):
         """States that will be needed again soon: open rollouts and their tasks."""
         self._largest_ids: dict[str, int] = {}
         """The largest id of each kind of state."""
+        self._check_images = ImageCheck(self.image_refs)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -122,7 +111,7 @@ class Journal(ABC):
         """Write several batches in one transaction. Each batch is accepted whole or refused; the accepted ones are
         written at the end, all or none. Other writers wait meanwhile."""
         with defer_signals(), self._lock:
-            txn = Transaction(self.position, EventFold(self._load_cached))
+            txn = Transaction(self.position, EventFold(self._load_cached), self._check_images)
             yield txn
             if txn.records:
                 self._commit(txn)
@@ -138,6 +127,12 @@ class Journal(ABC):
             self._open.clear()
             self._largest_ids.clear()
             raise
+
+    def put_images(self, images: Sequence[StoredImage]) -> None:
+        """Store the images that are not stored yet, all or none."""
+        if images:
+            with self._lock, self._storage_transaction():
+                self._write_images(images)
 
     @abstractmethod
     def flush(self) -> JournalMark:
@@ -323,6 +318,16 @@ class Journal(ABC):
         """Return the newest version of a resource, or None."""
         return self.load_states(ResourceState, [ResourceState.id_of(name)]).get(ResourceState.id_of(name))
 
+    def images(self, digests: Sequence[str]) -> dict[str, StoredImage]:
+        """Return the images with these digests that are stored, with their bytes."""
+        with self._lock:
+            return {image.ref.digest: image for image in self._images(digests)}
+
+    def image_refs(self, digests: Sequence[str]) -> dict[str, ImageRef]:
+        """Return the images with these digests that are stored. Their bytes are not read."""
+        with self._lock:
+            return {ref.digest: ref for ref in self._image_refs(digests)}
+
     def load_states(self, kind: type[S], ids: Sequence[int]) -> dict[int, S]:
         """Return the existing states of a kind with these ids."""
         with self._lock:
@@ -342,7 +347,7 @@ class Journal(ABC):
             with self._lock:
                 bodies = self._state_page(kind.kind, after, PAGE_EVENTS, backwards, use)
             for body in bodies:
-                state = _decode_state(kind, body)
+                state = decode_state(kind, body)
                 after = state.id
                 yield state
             if len(bodies) < PAGE_EVENTS:
@@ -380,7 +385,7 @@ class Journal(ABC):
         """Return the largest id of a kind, -1 if there is none. States beyond it need not be searched."""
         if kind.kind not in self._largest_ids:
             self._largest_ids[kind.kind] = max(
-                (_decode_state(kind, body).id for body in self._state_page(kind.kind, None, 1, True, None)), default=-1
+                (decode_state(kind, body).id for body in self._state_page(kind.kind, None, 1, True, None)), default=-1
             )
         return self._largest_ids[kind.kind]
 
@@ -406,7 +411,7 @@ class Journal(ABC):
 
     def _load(self, kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
         bodies = self._states(kind.kind, list(ids))
-        return {id: _decode_state(kind, body) for id, body in bodies.items()}
+        return {id: decode_state(kind, body) for id, body in bodies.items()}
 
     def _load_one(self, kind: type[S], id: int) -> S:
         with self._lock:
@@ -418,7 +423,7 @@ class Journal(ABC):
     def _load_in_phases(self, kind: type[S], phases: Sequence[Phase]) -> list[S]:
         with self._lock:
             bodies = self._states_in_phases(kind.kind, [str(phase) for phase in phases or Phase])
-        return [_decode_state(kind, body) for body in bodies]
+        return [decode_state(kind, body) for body in bodies]
 
     # -- the backend's part, called by one thread at a time -----------------------------------------------------------
 
@@ -429,6 +434,18 @@ class Journal(ABC):
     @abstractmethod
     def _write(self, events: Mapping[int, ChainedRecord], states: Sequence[StateRow]) -> None:
         """Store these events at these positions, and replace these states."""
+
+    @abstractmethod
+    def _write_images(self, images: Sequence[StoredImage]) -> None:
+        """Store the images that are not stored yet."""
+
+    @abstractmethod
+    def _images(self, digests: Sequence[str]) -> list[StoredImage]:
+        """Return the stored images with these digests. One that was changed after it was written is refused."""
+
+    @abstractmethod
+    def _image_refs(self, digests: Sequence[str]) -> list[ImageRef]:
+        """Return the stored images with these digests, without their bytes."""
 
     @abstractmethod
     def _chain(self, position: int) -> int:
@@ -479,22 +496,3 @@ class Journal(ABC):
 
 def _load_nothing(kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:  # noqa: ARG001
     return {}
-
-
-def encode_state(state: State) -> StateRow:
-    """Return the stored form of a state."""
-    phase = str(state.phase)
-    body = to_json(state.to_dict())
-    digest = state_digest(state.kind, state.id, phase, state.use, body)
-    return StateRow(state.kind, state.id, phase, state.use, body, digest)
-
-
-def state_digest(kind: str, id: int, phase: str, use: str, body: str) -> int:
-    """Return the checksum of a state in its stored form."""
-    return checksum(f"{kind} {id} {phase} {use} {body}".encode())
-
-
-def _decode_state(kind: type[S], body: str) -> S:
-    state = STATES[kind.kind].from_dict(json.loads(body))
-    assert isinstance(state, kind)
-    return state

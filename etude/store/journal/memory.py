@@ -7,10 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from etude.images import ImageRef
 from etude.store.journal.blobs import ReadSlice
 from etude.store.journal.event_records import ChainedRecord, EventRecord, JournalMark, stored_names
 from etude.store.journal.events import TurnRecorded
-from etude.store.journal.journal import Journal, StateRow
+from etude.store.journal.images import StoredImage
+from etude.store.journal.journal import Journal
+from etude.store.journal.state_rows import StateRow
 
 
 class MemoryJournal(Journal):
@@ -23,6 +26,7 @@ class MemoryJournal(Journal):
         self._chains = [0]
         self._sets: dict[bytes, bytes] = {}
         """The large sets and the grammars that events name."""
+        self._stored_images: dict[str, StoredImage] = {}
         self._of_kind: defaultdict[str, list[int]] = defaultdict(list)
         self._of_rollout: defaultdict[int, list[int]] = defaultdict(list)
         self._state_rows: dict[tuple[str, int], StateRow] = {}
@@ -63,6 +67,16 @@ class MemoryJournal(Journal):
                     insort(self._ids[state.kind, use], state.id)
             self._in_phase[state.kind, state.phase].add(state.id)
             self._state_rows[key] = state
+
+    def _write_images(self, images: Sequence[StoredImage]) -> None:
+        for image in images:
+            self._stored_images.setdefault(image.ref.digest, image)
+
+    def _images(self, digests: Sequence[str]) -> list[StoredImage]:
+        return [self._stored_images[digest] for digest in digests if digest in self._stored_images]
+
+    def _image_refs(self, digests: Sequence[str]) -> list[ImageRef]:
+        return [image.ref for image in self._images(digests)]
 
     def _chain(self, position: int) -> int:
         return self._chains[position]

@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from etude.errors import MissingPackageError, StoreError
 from etude.store.journal.blobs import ReadSlice
-from etude.store.journal.sql import Database
+from etude.store.journal.database import Database
 
 try:
     import psycopg

@@ -15,18 +15,20 @@ import json
 import os
 import socket
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from sqlalchemy import URL, ClauseElement, Connection, NullPool, Row, Select, create_engine, delete, inspect, select
 from sqlalchemy.exc import DBAPIError, PendingRollbackError, ResourceClosedError
 
 from etude.errors import StoreError
+from etude.images import ImageRef
 from etude.store.journal import tables
 from etude.store.journal.blobs import ReadSlice
+from etude.store.journal.database import Database
 from etude.store.journal.deferred_signals import defer_signals
 from etude.store.journal.event_records import (
     ChainedRecord,
@@ -37,56 +39,12 @@ from etude.store.journal.event_records import (
     stored_names,
 )
 from etude.store.journal.grammar_texts import grammar_name
-from etude.store.journal.journal import DamagedJournalError, Journal, StateRow, encode_state, state_digest
+from etude.store.journal.images import StoredImage, image_checksum
+from etude.store.journal.journal import DamagedJournalError, Journal
 from etude.store.journal.large_sets import set_name
+from etude.store.journal.state_rows import StateRow, encode_state, state_digest
 
-
-class Database(Protocol):
-    """The differences between the databases."""
-
-    driver: str
-    paramstyle: Literal["named", "pyformat"]
-    """The style of named parameters that the driver takes."""
-    name: str
-    """Its name in messages."""
-    begin: str
-    """The statement that begins a write transaction."""
-    writer_setup: Sequence[str]
-    """Statements that a new connection executes if it will write."""
-    reader_setup: Sequence[str]
-    """Statements that a new connection executes if it only reads."""
-    flush_setup: tuple[str, str]
-    """Statements before and after a commit that makes all earlier commits durable."""
-
-    @property
-    def url(self) -> dict[str, Any]:
-        """The parts of the connection URL."""
-        ...
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of the connection."""
-        ...
-
-    def lock(self, execute: Callable[[str], Any]) -> Callable[[], None]:
-        """Take the lock for writing, or report its owner; return the function that releases it."""
-        ...
-
-    def find_damage(self, execute: Callable[[str], Any]) -> str:
-        """Return the faults that the database finds in its pages and indexes; usually empty."""
-        ...
-
-    def in_transaction(self, raw: Any) -> bool:
-        """Return whether a failed transaction must still be rolled back."""
-        ...
-
-    def payload_slicer(self, raw: Any, position: int) -> ReadSlice:
-        """Return a function that reads parts of the payload at a position, by the raw connection."""
-        ...
-
-    def describe_failure(self, error: Any) -> str:
-        """Return a failure's cause and its remedy."""
-        ...
+_IMAGE_COLUMNS = tuple(column.name for column in tables.IMAGES.c)
 
 
 class SqlJournal(Journal):
@@ -114,6 +72,7 @@ class SqlJournal(Journal):
             self._insert_event = _compile_sql(tables.INSERT_EVENT, self._connection)
             self._insert_payload = _compile_sql(tables.INSERT_PAYLOAD, self._connection)
             self._insert_set = _compile_sql(tables.INSERT_SET, self._connection)
+            self._insert_image = _compile_sql(tables.INSERT_IMAGE, self._connection)
             self._upsert_state = _compile_sql(tables.UPSERT_STATE, self._connection)
             with self._explain_damage("opened"):
                 self._prepare()
@@ -248,6 +207,27 @@ class SqlJournal(Journal):
         if states:
             self._connection.exec_driver_sql(self._upsert_state, [state._asdict() for state in states])
 
+    def _write_images(self, images: Sequence[StoredImage]) -> None:
+        rows = []
+        for image in images:
+            head = (image.ref.digest, image.media_type, image.ref.width, image.ref.height)
+            rows.append(dict(zip(_IMAGE_COLUMNS, (*head, image_checksum(*head), image.content), strict=True)))
+        self._connection.exec_driver_sql(self._insert_image, rows)
+
+    def _images(self, digests: Sequence[str]) -> list[StoredImage]:
+        with self._explain_damage():
+            rows = self._select(tables.FIND_IMAGES, "digests", digests)
+            return [StoredImage(self._image_ref(row), row.media_type, row.content) for row in rows]
+
+    def _image_refs(self, digests: Sequence[str]) -> list[ImageRef]:
+        with self._explain_damage():
+            return [self._image_ref(row) for row in self._select(tables.FIND_IMAGE_SIZES, "digests", digests)]
+
+    def _image_ref(self, row: Row[Any]) -> ImageRef:
+        if image_checksum(row.digest, row.media_type, row.width, row.height) != row.checksum:
+            raise self._damaged(f"its image {row.digest} does not match its checksum")
+        return ImageRef(row.digest, row.width, row.height)
+
     def _chain(self, position: int) -> int:
         if position == 0:
             return 0
@@ -340,7 +320,9 @@ class SqlJournal(Journal):
         with self._explain_damage():
             return {row.id: self._body(row) for row in self._select(tables.FIND_STATES, "ids", ids, kind=kind)}
 
-    def _select(self, query: Select[Any], name: str, values: Sequence[int | bytes], **others: str) -> list[Row[Any]]:
+    def _select(
+        self, query: Select[Any], name: str, values: Sequence[int | bytes | str], **others: str
+    ) -> list[Row[Any]]:
         """Return the rows of a query with these values, which may be too many for one statement."""
         step = tables.MAX_BOUND_VALUES
         chunks = (values[first : first + step] for first in range(0, len(values), step))

@@ -19,7 +19,7 @@ from typing import Any
 
 from etude.errors import StoreError
 from etude.store.journal.blobs import ReadSlice
-from etude.store.journal.sql import Database
+from etude.store.journal.database import Database
 
 WAIT_S = 30.0
 """Seconds that a statement waits for another process that holds the database."""

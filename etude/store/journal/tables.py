@@ -21,7 +21,7 @@ from sqlalchemy import (
 
 from etude.store.journal.events import TurnRecorded
 
-SCHEMA = "5"
+SCHEMA = "6"
 """Version of the table layout below. A journal with another one is refused."""
 DERIVATION = "5"
 """Version of the rules by which `transitions` derives states. A writer that opens a journal with another one derives
@@ -62,6 +62,16 @@ SETS = Table(  # large sets of tokens (`large_sets`), and grammars (`grammar_tex
     Column("digest", LargeBinary, primary_key=True),  # its name, a hash of its data
     Column("data", LargeBinary, nullable=False),
 )
+IMAGES = Table(  # the bytes of images (`images`)
+    "images",
+    TABLES,
+    Column("digest", String, primary_key=True),  # SHA-256 of the bytes, in hex
+    Column("media_type", String, nullable=False),
+    Column("width", Integer, nullable=False),
+    Column("height", Integer, nullable=False),
+    Column("checksum", BigInteger, nullable=False),  # of the columns above
+    Column("content", LargeBinary, nullable=False),
+)
 STATES = Table(
     "states",
     TABLES,
@@ -80,6 +90,10 @@ UPSERT_STATE = text(
     "ON CONFLICT (kind, id) DO UPDATE SET phase = excluded.phase, body = excluded.body, digest = excluded.digest"
 )
 INSERT_SET = text("INSERT INTO sets (digest, data) VALUES (:digest, :data) ON CONFLICT (digest) DO NOTHING")
+INSERT_IMAGE = text(
+    "INSERT INTO images (digest, media_type, width, height, checksum, content) "
+    "VALUES (:digest, :media_type, :width, :height, :checksum, :content) ON CONFLICT (digest) DO NOTHING"
+)
 UPSERT_FACT = text(
     "INSERT INTO facts (name, value) VALUES (:name, :value) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 )
@@ -113,6 +127,9 @@ FIND_TURN_BODIES = select(EVENTS.c.position, EVENTS.c.rollout, EVENTS.c.body).wh
 )
 FIND_PAYLOADS = select(BLOBS).where(BLOBS.c.position.in_(bindparam("positions", expanding=True)))
 FIND_SETS = select(SETS).where(SETS.c.digest.in_(bindparam("names", expanding=True)))
+_OF_DIGESTS = IMAGES.c.digest.in_(bindparam("digests", expanding=True))
+FIND_IMAGES = select(IMAGES).where(_OF_DIGESTS)
+FIND_IMAGE_SIZES = select(IMAGES).with_only_columns(*list(IMAGES.c)[:-1]).where(_OF_DIGESTS)
 _OF_KIND = select(STATES).where(STATES.c.kind == bindparam("kind"))
 FIND_STATES = _OF_KIND.where(STATES.c.id.in_(bindparam("ids", expanding=True)))
 FIND_PHASES = _OF_KIND.where(  # not ordered, since SQLite would then scan all rows
