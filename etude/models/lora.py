@@ -7,7 +7,7 @@ other families peft's own `forward` does.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -25,6 +25,7 @@ from etude.models.config import LoraAdapterConfig
 from etude.models.lora_layers import ADAPTER, external_name
 from etude.models.model import Model
 from etude.models.part_patterns import matches_part, refuse_unmatched
+from etude.models.transformers_backbone import text_part
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -55,11 +56,7 @@ def adapt(model: Model, lora: LoraAdapterConfig, *, seed: int) -> Model:
     if lora.path is not None:
         return _inject(model, _read_config(lora.path), linear, _read_weights(lora.path), lora.path)
     refuse_unmatched("lora.targets", lora.targets, linear)
-    if lora.targets:
-        chosen = [name for name in linear if any(matches_part(part, name) for part in lora.targets)]
-    else:
-        left_out = _not_adapted_by_peft(model)
-        chosen = [name for name in linear if name.rpartition(".")[2] not in left_out]
+    chosen = _choose_targets(model, lora.targets, linear) if lora.targets else _default_targets(model, linear)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -84,6 +81,31 @@ def _linear_layers(model: Model) -> dict[str, nn.Module]:
     """Return the layers that can have an adapter, by name. The head cannot: log-probs use its weight directly."""
     linear = ((name, part) for name, part in model.module.named_modules() if isinstance(part, nn.Linear | Conv1D))
     return {name: part for name, part in linear if part.weight is not model.head_weight}
+
+
+def _default_targets(model: Model, linear: Mapping[str, nn.Module]) -> list[str]:
+    """Return the linear layers of the text part, without those that peft does not adapt here."""
+    left_out = _not_adapted_by_peft(model)
+    text = _text_layers(model, linear)
+    return [name for name in linear if name in text and name.rpartition(".")[2] not in left_out]
+
+
+def _choose_targets(model: Model, targets: Sequence[str], linear: Mapping[str, nn.Module]) -> list[str]:
+    """Return the layers that targets name.
+
+    A target with layers in the text part means those alone: `q_proj` does not adapt the vision tower, `visual` does.
+    """
+    text = _text_layers(model, linear)
+    chosen: set[str] = set()
+    for part in targets:
+        named = {name for name in linear if matches_part(part, name)}
+        chosen |= named & text or named
+    return [name for name in linear if name in chosen]
+
+
+def _text_layers(model: Model, linear: Mapping[str, nn.Module]) -> set[str]:
+    inside = {id(part) for part in text_part(model.module).modules()}
+    return {name for name, part in linear.items() if id(part) in inside}
 
 
 def _not_adapted_by_peft(model: Model) -> frozenset[str]:

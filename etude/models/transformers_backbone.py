@@ -204,11 +204,22 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
 
 
 def decoder_layers(module: PreTrainedModel, count: int) -> list[nn.Module]:
-    """Return the list of layers: the first module list of that length."""
-    candidates = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    """Return the list of layers: the first module list of that length within the text part.
+
+    The vision tower of a vision-language model may have as many layers.
+    """
+    candidates = [
+        part for part in text_part(module).modules() if isinstance(part, nn.ModuleList) and len(part) == count
+    ]
     if not candidates:
         raise ConfigError(f"The {count} layers of this {_model_type(module)} model were not found among its modules.")
     return list(candidates[0])
+
+
+def text_part(module: Any) -> nn.Module:
+    """Return the part of a model that has its embedding and its decoder layers, without a tower for images."""
+    part: nn.Module = module.get_decoder()
+    return part
 
 
 def _model_type(module: PreTrainedModel) -> str:

@@ -32,6 +32,7 @@ from tests.components import require
 from tests.families import family_model
 from tests.models.packs import FOREST, pack_of
 from tests.sweeps import sweep
+from tests.vlms import vlm_config
 
 PACK = pack_of(FOREST)
 FAMILY_PARAMS = ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3")]
@@ -313,3 +314,13 @@ def test_new_adapters_that_do_not_fit_are_reported_by_their_option() -> None:
     targets = ("gate_proj", "up_proj", "down_proj")
     with pytest.raises(ConfigError, match=r"A part in `lora.targets` adapts `.*experts"):
         adapt(family_model("deepseek_v3"), LoraAdapterConfig(rank=2, targets=targets), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("targets", "text", "tower"),
+    [((), 21, 0), (("q_proj",), 3, 0), (("vision_tower.*.q_proj",), 0, 3), (("layers.0.*.up_proj", "fc1"), 1, 3)],
+)
+def test_a_target_means_layers_of_the_text_part_if_it_has_some(targets: tuple[str, ...], text: int, tower: int) -> None:
+    model = adapt(create(vlm_config("gemma3"), seed=1), LoraAdapterConfig(rank=4, targets=targets), seed=0)
+    names = [name for name, _ in model.trained_weights() if ".lora_A." in name]
+    assert len(names) == text + tower and sum(".vision_tower." in name for name in names) == tower
