@@ -7,12 +7,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from etude.errors import DataError, IllegalTransitionError, NotFoundError, RewardError
+from etude.errors import DataError, IllegalTransitionError, ImageError, NotFoundError, RewardError
+from etude.images import ImageRef, ImageSpan, image_digest
 from etude.records import Outcome, Task
 from etude.store.journal.event_records import encode
 from etude.store.journal.events import (
@@ -693,6 +697,36 @@ def test_resources_have_versions(tell: Callable[[Story], None]) -> None:
         assert dict(got.resources) == {"prompt": "Think 3 times.", "endpoint": {"model": "policy"}}
 
     tell(story)
+
+
+def test_images_are_stored_once_and_turns_show_them(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        red, wide = png((3, 2)), png((7, 4))
+        refs = await queue.put_images([red, wide, red])
+        assert refs == [ImageRef(image_digest(content), *size) for content, size in ((red, (3, 2)), (wide, (7, 4)))] + [
+            refs[0]
+        ]
+        assert await queue.put_images([wide]) == [refs[1]]
+        assert await queue.get_images([refs[0].digest, "0" * 64]) == {refs[0].digest: red}
+        with pytest.raises(ImageError, match="Image 1 cannot be read"):
+            await queue.put_images([png((5, 5)), red[:40]])
+        assert await queue.get_images([image_digest(png((5, 5)))]) == {}
+        await queue.enqueue(wanted(0))
+        (got,) = await claim(queue)
+        span = ImageSpan(refs[1].digest, 0, 2, first=1)
+        assert await queue.record_turn(got.attempt_id, replace(turn(), images=(span,))) == 0
+        (recorded,) = await queue.turns(got.attempt_id.rollout)
+        assert recorded.images == (span,)
+        with pytest.raises(NotFoundError, match=f"shows the image {'0' * 64}, which the store does not have"):
+            await queue.record_turn(got.attempt_id, replace(turn(), images=(ImageSpan("0" * 64, 0, 2),)))
+
+    tell(story)
+
+
+def png(size: tuple[int, int]) -> bytes:
+    stream = BytesIO()
+    Image.new("RGB", size, "red").save(stream, "PNG")
+    return stream.getvalue()
 
 
 def test_runners_are_listed_with_their_last_heartbeat(tell: Callable[[Story], None]) -> None:

@@ -88,7 +88,7 @@ def codec(kind: Any, where: str = "") -> Codec:
     if origin in LISTS:
         return _list_codec(origin, codec(args[0], where))
     if origin in MAPPINGS:
-        return Codec(lambda value: to_json_value(value, where), None) if args[1] is Any else Codec(dict, None)
+        return _mapping_codec(args[1], where)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return Codec(None, kind)
     columns = columns_of(kind)
@@ -112,6 +112,16 @@ def _list_codec(origin: Any, item: Codec) -> Codec:
     return Codec(
         list if write is None else lambda value: [write(each) for each in value],
         make if read is None else lambda value: make(read(each) for each in value),
+    )
+
+
+def _mapping_codec(item: Any, where: str) -> Codec:
+    if item is Any:
+        return Codec(lambda value: to_json_value(value, where), None)
+    write, read = codec(item, where)
+    return Codec(
+        dict if write is None else lambda value: {key: write(each) for key, each in value.items()},
+        None if read is None else lambda value: {key: read(each) for key, each in value.items()},
     )
 
 
@@ -234,6 +244,19 @@ def decode_event(document: Mapping[str, Any]) -> Event:
     return decode(EventRecord(document["kind"], document["rollout"], to_json(document["body"]), payload))
 
 
+def encode_bytes(content: bytes) -> str:
+    """Return bytes in base64."""
+    return base64.b64encode(content).decode()
+
+
+def decode_bytes(text: str) -> bytes:
+    """Return the bytes of a text in base64; raise `DataError` if it is none."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"A text of {len(text)} characters is not base64: {str(error).rstrip('.')}.") from error
+
+
 def encode_reward(reward: Reward) -> float | dict[str, float]:
     """Return a reward as plain numbers; all must be finite."""
     if isinstance(reward, Mapping):
@@ -246,6 +269,7 @@ FORMS: Mapping[Any, Form] = {
     Task: Form(Codec(encode_task, decode_task), TaskFields),
     Turn: Form(Codec(encode_turn, decode_turn), TurnFields),
     Event: Form(Codec(encode_event, decode_event), EventFields),
+    bytes: Form(Codec(encode_bytes, decode_bytes), str),
     Reward: Form(Codec(encode_reward, None), float | Annotated[dict[PartName, float], Bounds(max_length=100)]),
 }
 """The types whose form does not follow from their fields."""

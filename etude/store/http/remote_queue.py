@@ -25,6 +25,7 @@ from typing import Any, Self, TypeVar
 import httpx2
 
 from etude.errors import ConfigError, InvalidKeyError, StoreError
+from etude.images import ImageRef
 from etude.running_time import running_time
 from etude.store.http.client import StoreClient, WriteBatcher
 from etude.store.http.forms import decode_reply, encode_arguments
@@ -37,6 +38,10 @@ from etude.store.queue.verbs import Arguments, Verb
 T = TypeVar("T")
 POLL_S = 20.0
 """Longest wait of one request, in seconds. A longer wait takes several requests."""
+REQUEST_IMAGE_BYTES = 8 * 2**20
+"""Bytes of the images in one request, if there are several. In base64 they take a third more."""
+IMAGES_IN_REPLY = 8
+"""Images that one request asks for."""
 MOST_PATIENCE_S = 90.0
 """Upper limit of `patience_s`. Together with the longest poll it is shorter than a server keeps its replies."""
 
@@ -110,6 +115,20 @@ class RemoteRolloutQueue(RolloutQueue):
         states.sort(key=lambda state: state.id, reverse=query.sort == "-id")
         return RolloutPage(tuple(states[:limit]), more or len(states) > limit)
 
+    async def put_images(self, contents: Sequence[bytes]) -> list[ImageRef]:
+        """Store images, in requests of some megabytes each."""
+        refs: list[ImageRef] = []
+        for part in _portions_by_size(contents):
+            refs += await super().put_images(part)
+        return refs
+
+    async def get_images(self, digests: Sequence[str]) -> dict[str, bytes]:
+        """Return the bytes of images, of a few in each request."""
+        found: dict[str, bytes] = {}
+        for start in range(0, len(digests), IMAGES_IN_REPLY):
+            found.update(await super().get_images(digests[start : start + IMAGES_IN_REPLY]))
+        return found
+
     async def _wait(self, verb: Verb, arguments: Arguments) -> Any:
         """Call a verb until it has a result, or the time is over."""
         name = verb.rules.wait
@@ -159,6 +178,19 @@ class RemoteRolloutQueue(RolloutQueue):
                 StoreClient(self.url, self._key, self._patience_s, self._timeout_s, self._transport, self._epoch)
             )
         return batcher
+
+
+def _portions_by_size(contents: Sequence[bytes]) -> list[list[bytes]]:
+    """Split contents into parts that fit into one request each; a large one is a part of its own."""
+    parts: list[list[bytes]] = []
+    size = 0
+    for content in contents:
+        size += len(content)
+        if not parts or size > REQUEST_IMAGE_BYTES or len(parts[-1]) == MAX_ITEMS:
+            parts.append([])
+            size = len(content)
+        parts[-1].append(content)
+    return parts
 
 
 def _portions(items: Sequence[T]) -> list[Sequence[T]]:

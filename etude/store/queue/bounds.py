@@ -36,6 +36,7 @@ Seconds: TypeAlias = Annotated[float, Bounds(gt=0, le=1e9)]
 PollSeconds: TypeAlias = Annotated[float, Bounds(ge=0, le=LONGEST_POLL_S)]
 LeaseSeconds: TypeAlias = Annotated[float, Bounds(ge=0, le=MAX_LEASE_S)]
 Name: TypeAlias = Annotated[str, Bounds(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Digest: TypeAlias = Annotated[str, Bounds(pattern="^[0-9a-f]{64}$")]
 Text: TypeAlias = Annotated[str, Bounds(max_length=1_000_000)]
 SomeText: TypeAlias = Annotated[str, Bounds(min_length=1, max_length=1_000_000)]
 

@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
+from etude.images import ImageRef
 from etude.records import Turn
 from etude.store.journal.events import Event
 from etude.store.journal.states import RolloutState
@@ -30,6 +31,7 @@ from etude.store.queue.bounds import (
     MAX_ITEMS,
     Bounds,
     Count,
+    Digest,
     Id,
     LeaseSeconds,
     Name,
@@ -232,6 +234,23 @@ class RolloutQueue(ABC):
     @verb(Rules(scopes=ATTEMPTS, once=True, is_batched=True))
     async def record_note(self, attempt: AttemptId, name: Name, data: Any = None) -> None:
         """Record an event or a span for people to inspect. Training does not depend on it."""
+
+    # -- images -------------------------------------------------------------------------------------------------------
+
+    @verb(Rules())
+    async def put_images(self, contents: Annotated[Sequence[bytes], Bounds(max_length=MAX_ITEMS)]) -> list[ImageRef]:
+        """Store images (PNG, JPEG, WebP or GIF), each once, and return them by the hashes of their bytes, in the order
+        given.
+
+        One that cannot be read whole, or has too many pixels, raises `ImageError`, and none is stored. An image that
+        is stored already is not read again.
+        """
+
+    @verb(Rules(scopes=RUNNERS, has_long_reply=True))
+    async def get_images(
+        self, digests: Annotated[Sequence[Digest], Bounds(max_length=MAX_ITEMS)]
+    ) -> Mapping[str, bytes]:
+        """Return the bytes of the images with these hashes that are stored, by hash."""
 
     # -- resources and statistics -------------------------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ KEYS = ("none", "garbage", "another store's", "expired", "model", "another attem
 STRANGERS = ("none", "garbage", "another store's", "expired")
 OPENS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("enqueue", "cancel", "wait", "find", "notes", "record_turn", "put_resource"), ("admin",)),
-    **dict.fromkeys(("acquire_lease", "seal", "history", "runners", "statistics"), ("admin",)),
-    **dict.fromkeys(("claim", "heartbeat", "ready", "finish", "turns", "get_resource"), ("admin", "runner")),
+    **dict.fromkeys(("acquire_lease", "seal", "history", "put_images", "runners", "statistics"), ("admin",)),
+    **dict.fromkeys(("claim", "heartbeat", "ready", "finish", "turns", "get_images"), ("admin", "runner")),
+    "get_resource": ("admin", "runner"),
     **dict.fromkeys(("record_reward", "record_note"), ("admin", "runner", "reward")),
 }
 """The keys that open each request, written a second time, so that no change happens by mistake."""
@@ -63,6 +64,8 @@ def body_of(verb: str, key: AttemptId) -> dict[str, Any]:
         "record_reward": own | {"reward": 0.5, "turn": 0},
         "record_note": own | {"name": "seen"},
         "record_turn": own | {"turn": encode_turn(turn())},
+        "put_images": {"contents": []},
+        "get_images": {"digests": []},
         "put_resource": {"name": "prompt", "value": 1},
         "get_resource": {"name": "prompt"},
     }
