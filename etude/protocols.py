@@ -28,7 +28,7 @@ from etude.images import PromptImages
 from etude.records import Completion, Message, SamplingParams, Task
 
 if TYPE_CHECKING:
-    from etude.batch import Batch, BatchMeta
+    from etude.batch import Batch, BatchMeta, StoredBytes
 
 Ids = NDArray[np.int32]
 P = ParamSpec("P")
@@ -121,7 +121,7 @@ class Crew(Protocol):
     """The ranks of one worker group behind one interface. The caller does not know how many there are.
 
     A crew that inherits from this class keeps every stored value and batch in the controller, unless it overrides
-    `call_for_ref`, `put`, `build_batch` and `fetch`.
+    `call_for_ref`, `put`, `put_bytes`, `build_batch` and `fetch`.
     """
 
     def call(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
@@ -141,6 +141,11 @@ class Crew(Protocol):
         """Store a value where the ranks can read it, and return its handle. The value lives as long as a handle
         does."""
         return value
+
+    def put_bytes(self, content: bytes) -> bytes | StoredBytes:
+        """Store bytes where the ranks can read them, and return a handle that batches carry in their place, or the
+        bytes."""
+        return content
 
     def build_batch(
         self,

@@ -49,13 +49,16 @@ _DTYPES = {
 }
 
 
-def to_bytes(batch: Batch) -> bytearray:
-    """Serialize the whole batch into one buffer; `from_bytes` inverts it. Images that are elsewhere are read."""
+def to_bytes(batch: Batch, *, contents: bool = True) -> bytearray:
+    """Serialize the whole batch into one buffer; `from_bytes` inverts it. Images that are elsewhere are read.
+
+    contents: False leaves the images out, for `from_bytes` to be given them again.
+    """
     columns = dict(batch.columns())
     tensors = {name: getattr(batch, name) for name in _LAYOUT} | {name: c.tensor for name, c in columns.items()}
     if batch.support_sets is not None:
         tensors |= {name: getattr(batch.support_sets, key) for name, key in _SETS.items()}
-    tensors |= {f"{_IMAGE}{image.digest}": _as_tensor(image.read()) for image in batch.images}
+    tensors |= {f"{_IMAGE}{image.digest}": _as_tensor(image.read()) for image in batch.images if contents}
     kinds = {name: column.kind.value for name, column in columns.items()}
     layout = []
     buffers = []
@@ -81,9 +84,10 @@ def to_bytes(batch: Batch) -> bytearray:
     return buffer
 
 
-def from_bytes(buffer: bytearray | memoryview, *, shared: bool = False) -> Batch:
+def from_bytes(buffer: bytearray | memoryview, images: tuple[ImageContent, ...] = (), *, shared: bool = False) -> Batch:
     """Return the batch in a writable buffer. Its columns are views of the buffer, which must outlive them.
 
+    images: those of the batch, if they are not in the buffer.
     shared: other readers use the same buffer, which may then be read-only. Do not write to the columns of such a batch:
     where the system protects the buffer, a write ends the process.
     """
@@ -100,14 +104,14 @@ def from_bytes(buffer: bytearray | memoryview, *, shared: bool = False) -> Batch
         end = start + head["size"]
         if head["order"] != sys.byteorder or end > len(view):
             raise ValueError(f"{end} bytes in {head['order']} order expected, {len(view)} in {sys.byteorder} received")
-        return _decode_batch(head, view[start:end])
+        return _decode_batch(head, view[start:end], images)
     except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise BatchError(
             f"This buffer was damaged on its way: its header and its columns do not add up ({error}). Send it again."
         ) from error
 
 
-def _decode_batch(head: dict[str, Any], columns: memoryview) -> Batch:
+def _decode_batch(head: dict[str, Any], columns: memoryview, images: tuple[ImageContent, ...]) -> Batch:
     tensors: dict[str, Tensor] = {}
     end = 0
     for entry in head["layout"]:
@@ -125,8 +129,8 @@ def _decode_batch(head: dict[str, Any], columns: memoryview) -> Batch:
     if all(name in tensors for name in _SETS):
         values["support_sets"] = SupportSets(**{key: tensors[name] for name, key in _SETS.items()})
     digests = [name.removeprefix(_IMAGE) for name in tensors if name.startswith(_IMAGE)]
-    images = [ImageContent(digest, tensors[f"{_IMAGE}{digest}"].numpy().tobytes()) for digest in digests]
-    values["images"] = tuple(images)
+    read = [ImageContent(digest, tensors[f"{_IMAGE}{digest}"].numpy().tobytes()) for digest in digests]
+    values["images"] = images or tuple(read)
     values |= {name: tuple(head[name]) for name in ("part_names", "source_names")}
     return Batch(model=head["model"], extra=extra, **values)
 

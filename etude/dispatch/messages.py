@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.batch import Batch, BatchMeta
+from etude.batch import Batch, BatchMeta, ImageContent
 from etude.batch.serialization import from_bytes, to_bytes
 from etude.errors import EtudeError
 from etude.observe import LogLevel, Metrics
@@ -33,8 +33,8 @@ class Payload:
 
     pickled: bytes
     buffers: tuple[NDArray[np.uint8], ...] = ()
-    batch_refs: tuple[BatchRef, ...] = ()
-    """The batches that stay where they are, to be loaded from there."""
+    refs: tuple[Any, ...] = ()
+    """The values that stay where they are: `BatchRef`s to be loaded from there, and handles that are read later."""
 
     @property
     def size(self) -> int:
@@ -168,7 +168,7 @@ class RankLogRecord:
     text: str
 
 
-ToBatchRef = Callable[[object], BatchRef | None]
+ToRef = Callable[[object], Any]
 LoadBatchRef = Callable[[BatchRef], Any]
 
 
@@ -224,48 +224,49 @@ class PipeChannel:
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, to_ref: ToBatchRef, on_buffer: Callable[[pickle.PickleBuffer], bool]) -> None:
+    def __init__(self, file: io.BytesIO, to_ref: ToRef, on_buffer: Callable[[pickle.PickleBuffer], bool]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self._to_ref = to_ref
-        self.batch_refs: list[BatchRef] = []
+        self.refs: list[Any] = []
 
     def persistent_id(self, value: Any) -> int | None:
-        """Return the number of a batch that stays where it is; None for any other value."""
+        """Return the number of a value that stays where it is; None for any other value."""
         ref = self._to_ref(value)
         if ref is None:
             return None
-        self.batch_refs.append(ref)
-        return len(self.batch_refs) - 1
+        self.refs.append(ref)
+        return len(self.refs) - 1
 
     def reducer_override(self, value: Any) -> Any:
         """Use the wire formats of batches and metrics."""
         if isinstance(value, Batch):
-            return _batch, (pickle.PickleBuffer(to_bytes(value)),)
+            return _batch, (pickle.PickleBuffer(to_bytes(value, contents=False)), value.images)
         if isinstance(value, Metrics):
             return Metrics.from_wire, (value.to_wire(),)
         return NotImplemented
 
 
-def _batch(buffer: Any) -> Batch:
+def _batch(buffer: Any, images: tuple[ImageContent, ...]) -> Batch:
     """Return the batch. Its tensors are views of the buffer in which it arrived."""
     view = memoryview(buffer)
-    return from_bytes(view, shared=view.readonly)
+    return from_bytes(view, images, shared=view.readonly)
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, payload: Payload, load_ref: LoadBatchRef) -> None:
+    def __init__(self, payload: Payload, load_ref: LoadBatchRef | None) -> None:
         super().__init__(io.BytesIO(payload.pickled), buffers=payload.buffers)
         self._payload = payload
         self._load_ref = load_ref
 
     def persistent_load(self, number: Any) -> Any:
-        """Load a batch that stayed where it is."""
-        return self._load_ref(self._payload.batch_refs[number])
+        """Load a batch that stayed where it is. A handle to another value is passed on."""
+        ref = self._payload.refs[number]
+        return self._load_ref(ref) if self._load_ref is not None and isinstance(ref, BatchRef) else ref
 
 
-def serialize(value: object, to_ref: ToBatchRef = lambda _: None) -> Payload:
-    """Serialize a value, for `deserialize` in another process. to_ref: returns a reference for a batch that stays
-    here."""
+def serialize(value: object, to_ref: ToRef = lambda _: None) -> Payload:
+    """Serialize a value, for `deserialize` in another process. to_ref: returns a reference for a value that stays
+    here, or None."""
     buffer = io.BytesIO()
     large: list[NDArray[np.uint8]] = []
 
@@ -278,12 +279,12 @@ def serialize(value: object, to_ref: ToBatchRef = lambda _: None) -> Payload:
 
     packer = _Packer(buffer, to_ref, keep_inline)
     packer.dump(value)
-    return Payload(buffer.getvalue(), tuple(large), tuple(packer.batch_refs))
+    return Payload(buffer.getvalue(), tuple(large), tuple(packer.refs))
 
 
 def deserialize(payload: Payload, load_ref: LoadBatchRef | None = None) -> Any:
     """Return the value. Large parts are views of the payload, read-only if that is. load_ref: loads a batch by its
     reference."""
-    if load_ref is not None:
+    if load_ref is not None or payload.refs:
         return _Unpacker(payload, load_ref).load()
     return pickle.loads(payload.pickled, buffers=payload.buffers)

@@ -20,11 +20,13 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
+from etude.batch import StoredBytes
 from etude.child_process import boot_command, describe_exit, kill_group
 from etude.config.env import build_single_machine_env
 from etude.dispatch.messages import PipeChannel, RankLogRecord
 from etude.dispatch.multi_rank_crew import MultiRankCrew, Rendezvous
 from etude.dispatch.rank_handle import EXIT_TIMEOUT, RankHandle
+from etude.dispatch.shared_bytes import SharedMemory
 
 
 class ProcessCrew(MultiRankCrew["ProcessRankHandle"]):
@@ -37,7 +39,11 @@ class ProcessCrew(MultiRankCrew["ProcessRankHandle"]):
         """
         handles = [ProcessRankHandle(rank, logs / f"rank-{rank}.log", self._forward_log) for rank in range(ranks)]
         super().__init__(handles, **options)
+        self._memory = SharedMemory()
         self._start(factory, *args)
+
+    def put_bytes(self, content: bytes) -> bytes | StoredBytes:
+        return self._memory.put(content)
 
     def _spawn(self) -> Rendezvous:
         """Start every process. Rank 0 inherits the socket at which they meet."""

@@ -18,9 +18,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,15 +28,15 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from etude.batch import Batch, BatchMeta
+from etude.batch import Batch, BatchMeta, StoredBytes
 from etude.child_process import read_log_tail
 from etude.config.env import build_remote_rank_env
 from etude.dispatch.machine import machine_id
-from etude.dispatch.messages import BatchFactory, Payload, PayloadRef, RankLogRecord, deserialize, serialize
+from etude.dispatch.messages import BatchFactory, BatchRef, Payload, PayloadRef, RankLogRecord, deserialize, serialize
 from etude.dispatch.multi_rank_crew import REPORT_INTERVAL, RESTART_HINT, TICK, MultiRankCrew, Rendezvous
 from etude.dispatch.rank_handle import EXIT_TIMEOUT, RankFailure, RankHandle
 from etude.dispatch.ray_cluster import RayCluster
-from etude.dispatch.ray_rank import RankActor, RankLocation, get_payload, store_payload
+from etude.dispatch.ray_rank import RankActor, RankLocation, RayBytes, get_payload, store_payload, to_bytes_ref
 from etude.dispatch.ray_reservation import PoolReservation
 from etude.dispatch.remote_batch import RemoteBatch, compose_remote_batch, gather_remote_batch, load_batch, to_batch_ref
 from etude.dispatch.resource_pool import ResourcePool
@@ -111,6 +111,10 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
     def put(self, value: object) -> PayloadRef:
         return self._store(value, always=True)
 
+    def put_bytes(self, content: bytes) -> bytes | StoredBytes:
+        with self._storing():
+            return RayBytes(content)
+
     def build_batch(
         self, meta: BatchMeta, refs: Sequence[PayloadRef], factory: BatchFactory, metadata: Sequence[Any]
     ) -> Batch:
@@ -137,8 +141,14 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
         return self._store(value)
 
     def _store(self, value: object, *, always: bool = False) -> PayloadRef:
+        with self._storing():
+            return store_payload(serialize(value, _to_ref), always=always)
+
+    @contextmanager
+    def _storing(self) -> Iterator[None]:
+        """Describe Ray's errors when a value is stored."""
         try:
-            return store_payload(serialize(value, to_batch_ref), always=always)
+            yield
         except RayError as error:
             raise CrewError(
                 f"A value for the ranks of {self._role} could not be put into Ray's object store: "
@@ -335,6 +345,11 @@ class RayRankHandle(RankHandle):
         except Exception as error:  # any error of Ray's: no more messages will come
             self._exit_reason = _describe_ray_error(error)
         self.closed.set()
+
+
+def _to_ref(value: object) -> BatchRef | RayBytes | None:
+    """Return what Ray must see of a value in a message: a batch that stays with the ranks, or stored bytes."""
+    return to_batch_ref(value) or to_bytes_ref(value)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -56,6 +56,23 @@ def get_payload(payload_ref: PayloadRef) -> Payload:
     return payload
 
 
+class RayBytes:
+    """A handle to bytes in Ray's object store. They stay as long as a handle exists, on any machine."""
+
+    def __init__(self, content: bytes) -> None:
+        self._ref: Any = ray.put(content)
+
+    def read(self) -> bytes:
+        """Return the bytes."""
+        content: bytes = _ray.get(self._ref)
+        return content
+
+
+def to_bytes_ref(value: object) -> RayBytes | None:
+    """Return a handle, which Ray must see in a message to keep its bytes; None for any other value."""
+    return value if isinstance(value, RayBytes) else None
+
+
 class RankLocation(NamedTuple):
     """The place where a rank runs."""
 
@@ -77,9 +94,9 @@ class _Outbox:
 
     def serialize(self, value: object, *, keep: bool = False) -> PayloadRef:
         if not keep:
-            return store_payload(serialize(value))
+            return store_payload(serialize(value, to_bytes_ref))
         assert isinstance(value, Batch), "only batches can stay here"
-        return StoredBatch(store_payload(serialize(value), always=True), BatchMeta.from_batch(value))
+        return StoredBatch(store_payload(serialize(value, to_bytes_ref), always=True), BatchMeta.from_batch(value))
 
     def deserialize(self, payload_ref: PayloadRef) -> Any:
         return deserialize(get_payload(payload_ref), lambda ref: load_batch(ref, _load_pieces))

@@ -35,6 +35,7 @@ from etude.store.journal.events import (
     TurnRecorded,
     TurnRewarded,
 )
+from etude.store.journal.images import StoredImage
 from etude.store.journal.journal import Journal
 from etude.store.journal.memory import MemoryJournal
 from etude.store.journal.states import AttemptState, Phase, RolloutState, Status, TaskState
@@ -62,6 +63,7 @@ __all__ = [
     "RolloutState",
     "RolloutsAdmitted",
     "Status",
+    "StoredImage",
     "TaskDropped",
     "TaskIssued",
     "TaskState",

@@ -77,6 +77,12 @@ class CountingWorker:
         """Return twice the reward."""
         return batch.replace(reward=batch.require("reward") * by)
 
+    @dispatch_mode(Split.ROLLOUTS, Gather.CONCAT)
+    def read_images(self, batch: Batch) -> Batch:
+        """Return the batch. Its reward is the number of image bytes that each rollout's rank can read."""
+        readable = sum(len(image.read()) for image in batch.images)
+        return batch.replace(reward=torch.full((batch.num_rollouts,), float(readable), dtype=torch.float64))
+
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def measure(self, parts: list[Batch], factor: float) -> Metrics:
         """Return metrics of several batches, each of which is divided over ranks."""

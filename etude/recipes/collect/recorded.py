@@ -9,7 +9,7 @@ from etude.errors import RunError
 from etude.recipes.collect.rollout_ends import FailedReward, read_end
 from etude.recipes.collect.rollouts import PlayedRollout, StepGroups
 from etude.recipes.collect.step_groups import StepGroupsBuilder
-from etude.store import Journal, RolloutsAdmitted, TaskState
+from etude.store import Journal, RolloutsAdmitted, StoredImage, TaskState
 
 
 class RecordedSteps:
@@ -34,6 +34,10 @@ class RecordedSteps:
         issued = self._store.load_states(TaskState, list(dict.fromkeys(state.task for state in states)))
         tasks = {state.id: state.task for state in issued.values()}
         return self._builder.recorded(step, states, tasks, self._recall_by_id, tuple)
+
+    def images(self, digests: Sequence[str]) -> Mapping[str, StoredImage]:
+        """Return the images with these digests that the journal has."""
+        return self._store.images(digests)
 
     def with_batch_columns(self, columns: Mapping[str, str]) -> RecordedSteps:
         """Return the same steps, whose batches carry these columns of the data."""

@@ -129,6 +129,8 @@ class ScoredRollout:
     """The number that groups are compared by: the total, or the part that `collect.metric` names."""
     oldest: int | None = None
     """The oldest policy version among its answers' tokens."""
+    images: tuple[str, ...] = ()
+    """The digests of the images that its sequences show, each once."""
 
     @classmethod
     def from_samples(
@@ -170,6 +172,7 @@ class ScoredRollout:
             total=total,
             metric=metric,
             oldest=oldest,
+            images=tuple(dict.fromkeys(span.digest for sample in samples for span in sample.images)),
         )
 
     @property

@@ -74,7 +74,14 @@ def open_trainer(run: Run, steps: RecordedSteps) -> Iterator[RecordedTrainer]:
     run = _one_process(run)
     worker = build_trainer(run)
     with closing(worker), closing(LocalCrew(worker)) as crew:
-        learners = Learners(crew, run.model_columns(), run.mini_batches, run.loss.split_unit, run.ess_floor)
+        learners = Learners(
+            crew,
+            run.model_columns(),
+            run.mini_batches,
+            run.loss.split_unit,
+            run.ess_floor,
+            read_images=steps.images,
+        )
         yield RecordedTrainer(steps, crew, learners)
 
 

@@ -20,8 +20,8 @@ from etude.data.partition import partition_rollouts
 from etude.data.samples import build_samples
 from etude.dispatch import CrewConfig, LocalCrew, crew_of
 from etude.dispatch.remote_batch import RemoteBatch, compose_remote_batch, load_batch
-from etude.errors import BatchError, CrewError, RewardError
-from etude.images import PromptImages
+from etude.errors import BatchError, CollectionError, CrewError, RewardError
+from etude.images import ImageRef, ImageSpan, PromptImages, image_digest
 from etude.observe import Metrics
 from etude.protocols import Crew, Ids
 from etude.recipes.collect.rollouts import ScoredRollout, StepGroups
@@ -29,7 +29,7 @@ from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.loop import run_loop
 from etude.recipes.run.steps.components import Learners
 from etude.records import Completion, Rollout, Sample, SamplingParams, Turn
-from etude.store import RolloutState, Status, open_store
+from etude.store import RolloutState, Status, StoredImage, open_store
 from tests.batches import same
 from tests.dispatch.workers import Reader
 from tests.processes import heap_rise_of
@@ -128,6 +128,35 @@ def test_a_share_equals_the_selection_from_the_whole_batch(
         assert same(load_batch(batch_ref.select(places).to_ref(), list), local_batch.select(places))
     for one, other in zip(batch_ref.split(2, by="group"), local_batch.split(2, by="group"), strict=True):
         assert same(load_batch(one.to_ref(), list), other)
+
+
+def test_the_images_of_a_step_are_read_and_stored_once() -> None:
+    """A part that a rank builds has those of its own rollouts."""
+    stored = {image_digest(content): content for content in (b"red", b"blue")}
+    journal = {d: StoredImage(ImageRef(d, 1, 1), "image/png", content) for d, content in stored.items()}
+    asked: list[str] = []
+
+    def read(digests: Sequence[str]) -> dict[str, StoredImage]:
+        asked.extend(digests)
+        return {digest: journal[digest] for digest in digests if digest in journal}
+
+    def showing(id: int, *digests: str) -> ScoredRollout:
+        spans = tuple(ImageSpan(digest, place, place + 1) for place, digest in enumerate(digests))
+        row = Sample([7] * 3, [False, False, True], [0.0] * 3, [0] * 3, [0] * 3, id, images=spans)
+        return ScoredRollout.from_samples([row], Rollout(id, 0, 0, 1.0))
+
+    red, blue = stored
+    rows = [showing(0, red), showing(1, blue, blue), showing(2), showing(3, red)]
+    crew = LazyCrew(Reader())
+    batch: Any = Learners(crew, frozenset(), 1, "rollout", read_images=read).annotate(rows, 0)
+    assert sorted(asked) == sorted(stored)
+    shown = [
+        [image.read() for image in load_batch(batch.select(places).to_ref(), list).images]
+        for places in ([0, 1, 2, 3], [3, 2], [2])
+    ]
+    assert shown == [[b"red", b"blue"], [b"red"], []]
+    with pytest.raises(CollectionError, match=f"Rollout 0 shows the image {'0' * 64}, which the journal does not"):
+        Learners(crew, frozenset(), 1, "rollout", read_images=read).annotate([showing(0, "0" * 64)], 0)
 
 
 def test_inconsistent_rollouts_are_refused_before_any_rank_is_called() -> None:

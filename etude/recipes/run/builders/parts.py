@@ -81,6 +81,7 @@ def assemble_parts(
         run.loss.split_unit,
         run.ess_floor,
         _free_engine_memory(run.train, crew, publisher),
+        store.images,
     )
     step = resume_run(run.checkpoint, checkpoints, learners, collector, run.steps)
     inputs.RunInputs(directory, run).record(threads)

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from etude.batch import Batch, BatchMeta, BatchSchema
+from etude.batch import Batch, BatchMeta, BatchSchema, StoredBytes
 from etude.observe import Last, Max, Mean, Metrics, RunLog
 from etude.protocols import Crew, Ids, TokenGenerator
 from etude.recipes.collect.collector import Collector
@@ -23,6 +23,7 @@ from etude.recipes.run.steps.evaluation import PeriodicEvaluation
 from etude.recipes.run.steps.sampled_rollouts import choose_rollouts, read_sampled
 from etude.recipes.run.steps.save_resume import CheckpointSaver
 from etude.recipes.run.steps.source_metrics import SourceMetrics
+from etude.recipes.run.steps.step_images import ReadImages, store_images
 from etude.recipes.workers.checkpointed import CheckpointedModels
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Rollout, Sample
@@ -53,6 +54,8 @@ class Learners(CheckpointedModels):
     """The effective sample size under which a step is warned of, as a share of its rollouts."""
     free_engine_memory: Callable[[], None] = field(default=lambda: None)
     """Makes the engine on the same device free its memory, before training begins."""
+    read_images: ReadImages = field(default=lambda _: {})
+    """Reads the images of rollouts, by their digests."""
 
     def __post_init__(self) -> None:
         self._ess_warnings = EssWarnings(self.ess_floor)
@@ -76,7 +79,8 @@ class Learners(CheckpointedModels):
             np.array([each.first_action for each in scored], np.int64),
             torch.from_numpy(groups.astype(np.int64)),
         )
-        batch = self.crew.build_batch(meta, [each.samples_ref for each in scored], build, rollouts)
+        metadata = list(zip(rollouts, store_images(scored, self.crew, self.read_images), strict=True))
+        batch = self.crew.build_batch(meta, [each.samples_ref for each in scored], build, metadata)
         self.free_engine_memory()
         return self.crew.call_for_ref(PolicyWorker.annotate, batch, self.columns) if self.columns else batch
 
@@ -97,10 +101,15 @@ class Learners(CheckpointedModels):
 
 
 def _build_part(
-    schema: BatchSchema, version: int, samples: Sequence[Sequence[Sample]], rollouts: Sequence[Rollout]
+    schema: BatchSchema,
+    version: int,
+    samples: Sequence[Sequence[Sample]],
+    metadata: Sequence[tuple[Rollout, Mapping[str, bytes | StoredBytes]]],
 ) -> Batch:
-    """Return the batch of some rollouts of a step, or of none."""
-    batch = Batch.from_records([sample for each in samples for sample in each], rollouts, schema)
+    """Return the batch of some rollouts of a step, or of none. metadata: of each, its record and its images."""
+    rollouts = [rollout for rollout, _ in metadata]
+    images = {digest: content for _, contents in metadata for digest, content in contents.items()}
+    batch = Batch.from_records([sample for each in samples for sample in each], rollouts, schema, images)
     return batch.replace(trainer_version=batch.group.new_full((batch.num_rollouts,), version))
 
 
