@@ -41,16 +41,20 @@ WRAPS = [
 TOKENS = 40
 
 
+def grammar_of(chat: ChatRenderer, schema: dict[str, Any], calls: CallForm | None = None) -> str:
+    """Return the grammar of an answer, or of calls, as the endpoint writes it."""
+    prompt = chat.prompt_ids([{"role": "user", "content": "Go."}])
+    return answer_grammar(chat, prompt, None if calls else AnswerForm("json", schema, "response_format"), calls)
+
+
 def grammars_of(chat: ChatRenderer) -> list[str]:
     """Return the grammars of answers and of calls, as the endpoint writes them."""
-    prompt = chat.prompt_ids([{"role": "user", "content": "Go."}])
     texts = []
     for number, (part, wrap) in enumerate(product(PARTS, WRAPS)):
         schema = wrap(part)
         tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
         calls = CallForm([tool], frozenset({"look"})) if number % 4 == 1 else None
-        form = AnswerForm("json", schema, "response_format")
-        texts.append(answer_grammar(chat, prompt, None if calls else form, calls))
+        texts.append(grammar_of(chat, schema, calls))
     return texts
 
 
