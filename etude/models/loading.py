@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -31,12 +32,19 @@ from etude.models import shapes
 from etude.models.config import Head
 from etude.models.float32_weights import find_float32_weights, read_in_float32
 from etude.models.model import Model, cast, copy_stored_buffers
-from etude.models.transformers_backbone import ATTENTION_NAME, refuse_unsupported, register_attention
+from etude.models.transformers_backbone import refuse_unsupported, register_attention
+from etude.models.vision import attention_names, takes_images
 
 _logging: Any = logging
 
 SCORE_HEAD = "score.weight"
 """The name in transformers of the head of a model that gives a number."""
+
+_REFUSED_HEADS: dict[Head, str] = {
+    "value": "This run's algorithm trains a critic, and a critic of a vision-language model is not supported. Choose "
+    "one without, such as `grpo`.",
+    "score": "A reward model that is a vision-language model is not supported. Give one that takes text alone.",
+}
 
 
 def load(
@@ -62,7 +70,7 @@ def load(
                 where,
                 config=config,
                 dtype=torch.promote_types(dtype, torch.float32) if keep_float32 else dtype,
-                attn_implementation=ATTENTION_NAME,
+                attn_implementation=attention_names(config),
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -156,6 +164,8 @@ def wrap_module(module: PreTrainedModel) -> Model:
 
 def copy_with_score_head(model: Model, dtype: torch.dtype) -> Model:
     """Copy a language model with a head that gives one number, 0 at first: a critic that starts from the policy."""
+    if model.has_vision:
+        raise ConfigError(_REFUSED_HEADS["value"])
     with torch.random.fork_rng(devices=[]):
         made = _from_config(copy.deepcopy(model.module.config), "score", dtype).to(model.device)
     weights = dict(model.module.base_model.named_parameters())
@@ -220,7 +230,9 @@ def _auto_class(config: PreTrainedConfig, head: Head) -> Any:
     refuse_unsupported(config)
     register_attention()
     if head == "language":
-        return AutoModelForCausalLM
+        return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+    if takes_images(config):
+        raise ConfigError(_REFUSED_HEADS[head])
     config.num_labels = 1
     return AutoModelForSequenceClassification
 
@@ -233,7 +245,7 @@ def _from_config(config: PreTrainedConfig, head: Head, dtype: torch.dtype) -> An
 def _build(auto: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """Create transformers' model of a config by one of its classes. Any error of a config becomes a sentence."""
     try:
-        module = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        module = auto.from_config(config, dtype=dtype, attn_implementation=attention_names(config))
     except Exception as error:
         if isinstance(error, MemoryError) or describe_out_of_memory(error):
             raise

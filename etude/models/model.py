@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from etude.errors import ConfigError
+from etude.images.pixels import Pixels
 from etude.models.allocator import retain_memory
 from etude.models.backbone import AttentionFn, Backbone
 from etude.models.config import ActivationCheckpointing
@@ -23,8 +24,9 @@ from etude.models.prepack import LinearWeight, prepacked_linear
 from etude.models.published_names import read_expert_name
 from etude.models.routes import RouteShape, control_routers
 from etude.models.shapes import AttentionShape, LayerSizes, attention_shapes, read_context_length
-from etude.models.transformers_backbone import TransformersBackbone, decoder_layers
+from etude.models.transformers_backbone import TransformersBackbone, decoder_layers, text_part
 from etude.models.verification import verify_model
+from etude.models.vision import Features, PassImages, VisionBackbone, takes_images
 
 
 class Model:
@@ -70,9 +72,7 @@ class Model:
         """True if its head gives a number and not logits."""
         self._head: Any = self.module.score if self.has_score_head else self.module.get_output_embeddings()  # type: ignore[no-untyped-call]
         self.logit_scale, self.logit_cap = (1.0, None) if self.has_score_head else _logit_scale_and_cap(config)
-        self._backbone: Backbone = (
-            FusedBackbone(module) if fused and supports_fused(module) else TransformersBackbone(module)
-        )
+        self._backbone = _make_backbone(module, fused)
         self.sizes = LayerSizes(attention_shapes(config), (None,) * self.num_layers)
         """The sizes of its layers; those of states are known once it is verified."""
         if verify:
@@ -141,10 +141,39 @@ class Model:
         if isinstance(self._backbone, TransformersBackbone):
             verify_model(self, ranks)
 
-    def hidden(self, ids: Tensor, positions: Tensor, attend: AttentionFn) -> Tensor:
-        """[P] int, [P] int64 → [P, H]: final normed hidden states of a flat list of tokens; differentiable."""
-        checkpointing = self.activation_checkpointing if torch.is_grad_enabled() else "none"
-        return self._backbone(ids, positions, attend, checkpointing)
+    def hidden(self, ids: Tensor, positions: Tensor, attend: AttentionFn, images: PassImages | None = None) -> Tensor:
+        """[P] int, [P] int64 → [P, H]: final normed hidden states of a flat list of tokens; differentiable.
+
+        images: the features that some tokens take; only for a model that takes images. Some of these models place
+        tokens in three axes, and then positions may be [3, P]; see `vision.axes_positions`.
+        """
+        if images is None:
+            return self._backbone(ids, positions, attend, self._checkpointing)
+        return self._vision(ids, positions, attend, self._checkpointing, images)
+
+    def encode_images(self, pixels: Sequence[Pixels]) -> Features:
+        """Compute the features of one or more images, end to end; differentiable."""
+        return self._vision.encode(pixels, self._checkpointing)
+
+    @property
+    def has_vision(self) -> bool:
+        """True if it takes images."""
+        return isinstance(self._backbone, VisionBackbone)
+
+    @property
+    def tower_weights(self) -> dict[str, nn.Parameter]:
+        """The weights that compute the features of images, by their published names; none in a model of text."""
+        text = {id(weight) for weight in (*text_part(self.module).parameters(), *self._head.parameters())}
+        return {name: weight for name, weight in self.named_weights() if self.has_vision and id(weight) not in text}
+
+    @property
+    def _vision(self) -> VisionBackbone:
+        assert isinstance(self._backbone, VisionBackbone), "only a model that takes images gets some"
+        return self._backbone
+
+    @property
+    def _checkpointing(self) -> ActivationCheckpointing:
+        return self.activation_checkpointing if torch.is_grad_enabled() else "none"
 
     def logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
         """[N, H] → [N, V] in float32 or wider, scaled and capped as the architecture does.
@@ -326,6 +355,12 @@ class Model:
         made.sizes = self.sizes
         made.activation_checkpointing = self.activation_checkpointing
         return made
+
+
+def _make_backbone(module: PreTrainedModel, fused: bool) -> Backbone:
+    if fused and supports_fused(module):
+        return FusedBackbone(module)
+    return VisionBackbone(module) if takes_images(module.config) else TransformersBackbone(module)
 
 
 def _logit_scale_and_cap(config: Any) -> tuple[float, float | None]:

@@ -64,12 +64,12 @@ class TransformersBackbone(Backbone):
     def __call__(
         self, ids: Tensor, positions: Tensor, attend: AttentionFn, checkpointing: ActivationCheckpointing
     ) -> Tensor:
-        token = _checkpointing.set(checkpointing)
-        try:
-            with use_mixer(attend), nullcontext() if self.compiled is None else self.compiled.active():
-                out = self.module.base_model(input_ids=ids[None].long(), position_ids=positions[None], use_cache=False)
-        finally:
-            _checkpointing.reset(token)
+        with (
+            use_checkpointing(checkpointing),
+            use_mixer(attend),
+            nullcontext() if self.compiled is None else self.compiled.active(),
+        ):
+            out = self.module.base_model(input_ids=ids[None].long(), position_ids=positions[None], use_cache=False)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -89,6 +89,16 @@ class TransformersBackbone(Backbone):
     def compile_layers(self) -> None:
         """Compile whole layers but for their attention, for the passes that follow."""
         self.compiled = CompiledLayers(self.module.device)
+
+
+@contextmanager
+def use_checkpointing(kind: ActivationCheckpointing) -> Iterator[None]:
+    """Let the decoder layers of passes in this context keep for their backward pass what `kind` says."""
+    token = _checkpointing.set(kind)
+    try:
+        yield
+    finally:
+        _checkpointing.reset(token)
 
 
 def _layer_forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

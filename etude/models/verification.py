@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,7 +27,15 @@ from etude.models.attention import PackedAttention
 from etude.models.experts import use_family_experts
 from etude.models.mixers import AloneMixer, use_mixer
 from etude.models.shapes import AttentionShape, LayerSizes
-from etude.models.transformers_backbone import ATTENTION_NAME, decoder_layers
+from etude.models.transformers_backbone import decoder_layers
+from etude.models.vision import (
+    PassImages,
+    attention_names,
+    axes_positions,
+    place_features,
+    small_pixels,
+    tower_arguments,
+)
 
 if TYPE_CHECKING:
     from etude.models.model import Model
@@ -53,6 +62,8 @@ def verify_model(model: Model, ranks: int = 1) -> None:
     if ranks > 1:  # each rank has some of the heads
         return
     _verify_tree(model, layers)
+    if model.has_vision:
+        _verify_image(model, layers)
     model.sizes = LayerSizes(
         attention=tuple(
             _choose_shape(said, called.attention.get(layer)) for layer, said in enumerate(model.sizes.attention)
@@ -137,6 +148,39 @@ def _verify_tree(model: Model, layers: list[nn.Module]) -> None:
             )
 
 
+def _verify_image(model: Model, layers: list[nn.Module]) -> None:
+    """Refuse a model whose tokens take an image's features otherwise than in transformers."""
+    module, config = model.module, model.module.config
+    pixels = small_pixels(config, rows=2, columns=3)
+    image = np.repeat([-1, 0, -1], [3, pixels.features, 3])
+    feature = np.arange(len(image)) - 3
+    ids = torch.where(torch.from_numpy(image < 0), torch.arange(len(image)) % 3, config.image_token_id)
+    inputs = {"input_ids": ids[None], **tower_arguments(config, [pixels], model.device)}
+    if pixels.grid is not None:
+        inputs["mm_token_type_ids"] = torch.from_numpy(image >= 0).int()[None]
+    plain = np.arange(len(image))
+    places = plain if pixels.grid is None else axes_positions(image, feature, [pixels.grid])
+    taken = [torch.from_numpy(each).to(model.device) for each in place_features(image, feature, [pixels.features])]
+    row = Pack(
+        ids=ids.int().to(model.device),
+        positions=torch.from_numpy(plain).to(model.device),
+        offsets=torch.tensor([0, len(ids)]),
+        parent=torch.tensor([-1]),
+        source=torch.arange(-1, len(ids) - 1),
+    )
+    with _described_failure(module, layers, []):
+        images = PassImages(model.encode_images([pixels]), *taken)
+        ours = model.hidden(row.ids, torch.from_numpy(places).to(model.device), PackedAttention(row), images)
+        with _own_code(module):
+            moved = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+            theirs = module.base_model(**moved, use_cache=False).last_hidden_state[0]
+    if not _is_close(ours, theirs):
+        raise ConfigError(
+            f"This {_model_type(module)} model puts images among its tokens in a way that Etude does not know, so its "
+            f"log-probs would be wrong. Choose another model."
+        )
+
+
 def _tree_pack(model: Model) -> Pack:
     """Return a prompt with two answers, and another row."""
     generator = torch.Generator().manual_seed(0)
@@ -216,7 +260,7 @@ def _own_code(module: Any) -> Iterator[None]:
         with use_family_experts(module):
             yield
     finally:
-        module.set_attn_implementation(ATTENTION_NAME)
+        module.set_attn_implementation(attention_names(module.config))
 
 
 @contextmanager
