@@ -4,6 +4,9 @@ A turn whose prompt begins with the whole row before it continues that row. So a
 action token in it counts once. A rewritten history starts a new row, with the whole prompt as its context. Ids are only
 compared and joined, never decoded.
 
+Prompts are compared by their keys (`etude.images.keyed_ids`): the ids, with numbers of the images in place of image
+tokens. So two prompts with equal ids and other images are not joined.
+
 The observation tokens of each prompt are found before any row is built, so that they do not depend on the rows.
 """
 
@@ -16,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from etude.images import ImageSpan, keyed_ids
 from etude.records import Completion, Sample, Turn
 from etude.support import Support
 from etude.token_routes import blank_routes
@@ -66,7 +70,7 @@ def find_observation_starts(turns: Sequence[Turn]) -> list[int]:
     ] = {}  # of each model, the longest first: ids, answered
     prompts_by_model: dict[str, list[NDArray[np.int32]]] = {}
     for turn in turns:
-        prompt = turn.prompt
+        prompt = _prompt_keys(turn)
         completion_ids = turn.completion.ids
         end = len(turn.prompt) - turn.opened
         earlier_contexts, earlier_prompts = (
@@ -131,13 +135,14 @@ def _starts_with(ids: NDArray[np.int32], prefix: NDArray[np.int32]) -> bool:
 def find_parents(turns: Sequence[Turn]) -> list[int | None]:
     """Return for each turn the place of the earlier one that it continues: its prompt begins with that turn's prompt
     and answer, the longest such. None if it continues none."""
-    contexts = [np.concatenate([turn.prompt, turn.completion.ids]) for turn in turns]
+    prompts = [_prompt_keys(turn) for turn in turns]
+    contexts = [np.concatenate([keys, turn.completion.ids]) for keys, turn in zip(prompts, turns, strict=True)]
     parents: list[int | None] = []
     for place, turn in enumerate(turns):
         earlier = (
             other
             for other in reversed(range(place))
-            if turns[other].model == turn.model and _starts_with(turn.prompt, contexts[other])
+            if turns[other].model == turn.model and _starts_with(prompts[place], contexts[other])
         )
         parents.append(max(earlier, key=lambda other: len(contexts[other]), default=None))
     return parents
@@ -149,15 +154,23 @@ def count_joined_rows(turns: Sequence[Turn]) -> tuple[int, int]:
     Those tokens are not computed and not trained again.
     """
     rows = num_known_tokens = 0
-    row_ids, model = np.empty(0, np.int32), ""
+    row_keys = np.empty(0, np.int32)
+    model = ""
     for turn in turns:
-        length = len(row_ids)
-        if rows and turn.model == model and np.array_equal(turn.prompt[:length], row_ids):
+        length = len(row_keys)
+        keys = _prompt_keys(turn)
+        if rows and turn.model == model and np.array_equal(keys[:length], row_keys):
             num_known_tokens += length
         else:
             rows += 1
-        row_ids, model = np.concatenate([turn.prompt, turn.completion.ids]), turn.model
+        row_keys = np.concatenate([keys, turn.completion.ids])
+        model = turn.model
     return rows, num_known_tokens
+
+
+def _prompt_keys(turn: Turn) -> NDArray[np.int32]:
+    """Return the ids of a turn's prompt, with a number of the image at each image token."""
+    return keyed_ids(turn.prompt, turn.images)
 
 
 @dataclass
@@ -175,18 +188,21 @@ class _SampleBuilder:
     supports: list[Support | int] = field(default_factory=list)  # of each segment: its sets, or its length
     alternatives: list[tuple[int, Completion]] = field(default_factory=list)  # each answer, and where it begins
     routes: NDArray[Any] | None = None  # the experts of each token, known with its last turn
+    images: tuple[ImageSpan, ...] = ()  # of its last turn, whose prompt has all images before it
+    keys: list[NDArray[np.int32]] = field(default_factory=list)  # of each segment, to compare prompts with
 
     def is_continued_by(self, turn: Turn) -> bool:
         """Return True if a turn's prompt begins with this whole row."""
         if turn.model != self.model or len(turn.prompt) < self.length:
             return False
-        ids = np.concatenate([segment["ids"] for segment in self.segments])
-        return np.array_equal(turn.prompt[: self.length], ids)
+        return np.array_equal(_prompt_keys(turn)[: self.length], np.concatenate(self.keys))
 
     def add(self, turn: Turn, observation_start: int) -> None:
         """Add the new part of the prompt, then the answer. observation_start: its position in the prompt."""
         context_ids = turn.prompt[self.length :]
         completion = turn.completion
+        self.keys += [_prompt_keys(turn)[self.length :], completion.ids]
+        self.images = turn.images
         self.observed.append((max(observation_start, self.length), len(turn.prompt) - turn.opened))
         self._append_segment(context_ids, False, np.full(len(context_ids), np.nan), np.full(len(context_ids), -1), -1)
         self._append_segment(completion.ids, True, completion.logp, completion.version, turn.index, turn.anchor)
@@ -229,6 +245,7 @@ class _SampleBuilder:
             observation=self._observation_mask(),
             support=Support.concat(self.supports),
             routes=self.routes,
+            images=self.images,
             **self._alternative_columns(),
         )
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.batch import Batch
-from etude.data.samples import build_samples, find_parents
+from etude.data.samples import build_samples, count_joined_rows, find_observation_starts, find_parents
 from etude.errors import BatchError
+from etude.images import ImageSpan
 from etude.records import Completion, Rollout, Turn
 from etude.token_routes import TokenRoutes
 from tests.conformance.restated_turns import observed_tokens
@@ -56,6 +57,43 @@ def test_a_shorter_prompt_begins_a_row() -> None:
 def test_another_models_turn_begins_a_row() -> None:
     rows = build_samples([turn(0, [1], [2]), turn(1, [1, 2], [3], model="judge"), turn(2, [1, 2, 3], [4])], 0)
     assert [row.model for row in rows] == ["policy", "judge", "policy"]
+
+
+PAD = 9
+CAT, DOG = "c" * 64, "d" * 64
+
+
+def shown(index: int, prompt: Sequence[int], answer: Sequence[int], *spans: ImageSpan) -> Turn:
+    """Return a turn whose prompt has images."""
+    return replace(turn(index, prompt, answer), images=spans)
+
+
+def test_a_row_has_the_images_of_its_prompt() -> None:
+    cat = ImageSpan(CAT, 1, 3)
+    dog = ImageSpan(DOG, 6, 8, first=2)
+    first = shown(0, [1, PAD, PAD], [PAD, 5], cat)  # the policy may sample the image token
+    rows = build_samples([first, shown(1, [1, PAD, PAD, PAD, 5, 2, PAD, PAD], [4], cat, dog)], 0)
+    assert [row.images for row in rows] == [(cat, dog)]
+    assert rows[0].ids.tolist() == [1, PAD, PAD, PAD, 5, 2, PAD, PAD, 4]
+    assert find_observation_starts([first, shown(1, [1, PAD, PAD, PAD, 5, 2, PAD, PAD], [4], cat, dog)]) == [3, 5]
+
+
+def test_equal_ids_with_other_images_are_not_joined() -> None:
+    turns = [shown(0, [1, PAD, 2], [3], ImageSpan(CAT, 1, 2)), shown(1, [1, PAD, 2, 3, 4], [5], ImageSpan(DOG, 1, 2))]
+    assert [row.images for row in build_samples(turns, 0)] == [turns[0].images, turns[1].images]
+    assert find_parents(turns) == [None, None] and count_joined_rows(turns) == (2, 0)
+    assert find_observation_starts(turns) == [3, 5]
+    text = [replace(each, images=()) for each in turns]
+    assert len(build_samples(text, 0)) == 1 and find_parents(text) == [None, 0] and count_joined_rows(text) == (1, 4)
+    assert find_observation_starts(text) == [3, 4]
+
+
+def test_another_part_of_the_same_image_is_not_joined() -> None:
+    turns = [
+        shown(0, [1, PAD], [3], ImageSpan(CAT, 1, 2, first=4)),
+        shown(1, [1, PAD, 3, 4], [5], ImageSpan(CAT, 1, 2, first=5)),
+    ]
+    assert len(build_samples(turns, 0)) == 2
 
 
 def test_a_turns_reward_stands_at_its_last_action_token() -> None:
