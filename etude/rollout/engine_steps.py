@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from etude.errors import ConfigError
+from etude.images.pixel_cache import PixelCache
 from etude.models import EngineModel, Model
 from etude.models.routes import RouteShape
 from etude.observe import Last, Metrics, Min
@@ -25,6 +26,7 @@ from etude.rollout.batch_invariance import (
 from etude.rollout.block_pool import BlockPool, KeptStates
 from etude.rollout.config import TorchEngineConfig
 from etude.rollout.engine_thread import return_unused_memory, to_engine_error
+from etude.rollout.features import FeatureCache
 from etude.rollout.kv_cache import count_blocks, count_slots
 from etude.rollout.request import Request
 from etude.rollout.sampling import sample_tokens
@@ -42,11 +44,18 @@ class EngineSteps:
     """The steps of one engine. Only its thread uses them."""
 
     def __init__(
-        self, model: Model, config: TorchEngineConfig, *, version: int, routes: RouteShape | None = None
+        self,
+        model: Model,
+        config: TorchEngineConfig,
+        *,
+        version: int,
+        routes: RouteShape | None = None,
+        pixels: PixelCache | None = None,
     ) -> None:
-        """routes: the size of the choices of experts to keep; None keeps none."""
+        """routes: the size of the choices of experts to keep; None keeps none. pixels: of a model that takes images."""
         self._model = model
         self._routes = routes
+        self.features = FeatureCache(pixels)
         self._config = config
         self._num_blocks = count_blocks(model, config)
         self._has_static = has_static_steps(model, config)
@@ -106,7 +115,8 @@ class EngineSteps:
         """Compute one token for each generating request, and a chunk of the prompt for the others."""
         scheduler = self.scheduler
         works = scheduler.schedule(shapes.rows.max_tokens)
-        batch = StepBatch(cache, works, scheduler.table, shapes)
+        images = self.features.for_pass(works, model)
+        batch = StepBatch(cache, works, scheduler.table, shapes, images=images)
         hidden = batch.compute_hidden(model)
         scheduler.advance(works)
         requests = [work.request for work in batch.sampled]
@@ -145,6 +155,7 @@ class EngineSteps:
         """Free the memory of the cache, until `restart`."""
         self.cache = None
         self._pipeline = None
+        self.features.clear()
         return_unused_memory(self._model.device)
 
     def restart(self) -> None:
@@ -160,10 +171,13 @@ class EngineSteps:
         Values that are not finite must not stay behind the end of later keys.
         """
         self._pipeline = None
+        self.features.clear()
         self.cache = self._allocate()
 
-    def renew(self, resident: EngineModel) -> None:
-        """Adapt to new weights, with which no step is under way."""
+    def renew(self, resident: EngineModel, *, is_tower_new: bool = False) -> None:
+        """Adapt to new weights, with which no step is under way. is_tower_new: those of the tower are among them."""
+        if is_tower_new:
+            self.features.clear()
         if self._shapes is not None and not self._shapes.tested:
             self._shapes = None
         if self._pipeline is None:

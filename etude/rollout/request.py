@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,6 +46,33 @@ class Delta:
     alternative_logp: NDArray[np.float32] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestImages:
+    """The images of a prompt, as the engine computes them."""
+
+    digests: tuple[str, ...]
+    contents: Mapping[str, bytes]
+    image: NDArray[np.int64]  # [P]: the place of each token's image among the digests, −1 for none
+    feature: NDArray[np.int64]  # [P]: its place among the image's features
+    numbers: NDArray[np.int32]
+    """A number below 0 for each image, which no other image of the engine has."""
+    axes: NDArray[np.int64] | None = None  # [3, P]: the time, row and column of each token, for models that have them
+    shift: int = 0
+    """The difference between the position of a token after the prompt and its place."""
+
+    def keys(self, prompt: Ids) -> Ids:
+        """[P] → [P]: return the ids, of image tokens the image's number."""
+        return np.where(self.image >= 0, self.numbers[self.image], prompt)
+
+    def positions(self, start: int, stop: int) -> NDArray[np.int64]:
+        """[3, stop − start]: return the positions of these tokens of the prompt and its answer, in three axes."""
+        places = np.arange(start, stop)
+        if self.axes is None:
+            return np.stack([places] * 3)
+        prompt = self.axes[:, start:stop]
+        return np.concatenate([prompt, np.stack([places[prompt.shape[1] :] + self.shift] * 3)], 1)
+
+
 class Request:
     """A prompt that is being continued. After it was submitted, only the engine's thread uses it."""
 
@@ -57,15 +84,22 @@ class Request:
         limit: int,
         vocab_size: int,
         tokenizer: Tokenizer | None,
+        images: RequestImages | None = None,
         listener: Callable[[Delta], None] | None = None,
         on_start: Callable[[], None] | None = None,
     ) -> None:
         self.sampling = sampling
+        self.images = images
         self.prompt_length = len(prompt)
         self.limit = min(limit, len(prompt) + sampling.max_tokens)
         """The length at which it is cut off."""
         self.tokens = np.empty(self.limit, dtype=np.int32)  # its context, of which the first `length` are set
         self.tokens[: self.prompt_length] = prompt
+        self.keys = self.tokens
+        """The numbers that its blocks in the cache are found by: its tokens, but numbers of images for image tokens."""
+        if images is not None:
+            self.keys = self.tokens.copy()
+            self.keys[: self.prompt_length] = images.keys(prompt)
         self.computed = 0  # tokens whose keys and values are in the cache
         self.blocks: list[int] = []  # of the cache, in order
         self.registered_blocks = 0  # how many of its blocks are registered
@@ -134,6 +168,7 @@ class Request:
         self.sampling_state.check_drawn(drawn)
         token = drawn.id
         self.tokens[self.length] = token
+        self.keys[self.length] = token
         self.length += 1
         self._drawn.append(drawn)
         self._versions.append(version)
@@ -228,6 +263,7 @@ def check_request(
     cache_tokens: int,
     keeps_versions: bool = False,
     keeps_routes: bool = False,
+    images: PromptImages | None = None,
 ) -> None:
     """Refuse, in a sentence, a request that does not fit the vocabulary, the context or the cache (in tokens).
 
@@ -253,6 +289,12 @@ def check_request(
     for source, tokens in unknown.items():
         if tokens:
             raise DataError(f"{source} has the token id {tokens[0]}; the model knows 0 to {vocab_size - 1}.")
+    image_tokens = 0 if images is None else sum(span.stop - span.start for span in images.spans)
+    if image_tokens and len(prompt) >= context_length:
+        raise DataError(
+            f"The prompt has {len(prompt):,} tokens, {image_tokens:,} of them of images, and the model's context is "
+            f"{context_length:,}. Lower `vision.max_pixels`, or send fewer images."
+        )
     if len(prompt) >= context_length:
         raise DataError(
             f"The prompt has {len(prompt)} tokens, and the model's context is {context_length}: nothing could follow "

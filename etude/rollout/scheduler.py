@@ -179,7 +179,7 @@ class Scheduler:
         if not self._may_begin(request):
             return False
         size, length = self.blocks.size, request.length
-        cached_blocks, _ = self.blocks.match_prefix(request.tokens[:length], (length - 1) // size)
+        cached_blocks, _ = self.blocks.match_prefix(request.keys[:length], (length - 1) // size)
         starts = -(-length // size) - len(cached_blocks) + len(self.running) <= self.blocks.available
         self.blocks.release(cached_blocks)
         return starts
@@ -237,7 +237,7 @@ class Scheduler:
             self.waiting and budget >= least and len(self.running) < max_num_seqs and self._may_begin(self.waiting[0])
         ):
             request = self.waiting[0]
-            duplicate_of = first_works.get(key := request.tokens[: request.length].tobytes())
+            duplicate_of = first_works.get(key := request.keys[: request.length].tobytes())
             start = self._start_request(request, duplicate_of)
             if start is None:
                 break
@@ -305,8 +305,8 @@ class Scheduler:
             return states
         border = request.prompt_length // self._unit * self._unit
         for block in range(request.registered_blocks, filled):
-            tokens = request.tokens[block * size : (block + 1) * size]
-            request.node = self.blocks.register(request.blocks[block], request.node, tokens)
+            keys = request.keys[block * size : (block + 1) * size]
+            request.node = self.blocks.register(request.blocks[block], request.node, keys)
             if (block + 1) * size == border and self._has_states:
                 kept = self.blocks.states.reserve(request.node)
                 states = StateWork(request.state_slot, kept, border, request.node)
@@ -330,7 +330,7 @@ class Scheduler:
         """
         size, length = self.blocks.size, request.length
         cached_blocks, node = self.blocks.match_prefix(
-            request.tokens[:length], length // size if duplicate_of else (length - 1) // size
+            request.keys[:length], length // size if duplicate_of else (length - 1) // size
         )
         request.state_slot = NO_SLOT
         if self._has_states and duplicate_of is None:

@@ -23,6 +23,7 @@ from etude.models.experts import pad_expert_rows
 from etude.models.mixers import Mixer
 from etude.models.routes import Routes, RouteShape, use_routes
 from etude.models.states import Recurrence, Rows, SlotMemory, StateTree
+from etude.models.vision import PassImages
 from etude.rollout.batch_invariance import ProductShapes
 from etude.rollout.block_pool import NO_SLOT
 from etude.rollout.kv_cache import ForwardBatch, KVCache, count_slots
@@ -64,11 +65,14 @@ class StepBatch(Mixer):
         table: NDArray[np.int64],
         shapes: ProductShapes,
         batch_class: type[ForwardBatch] = ForwardBatch,
+        images: PassImages | None = None,
     ) -> None:
-        """table: the blocks of each slot. batch_class: the class that attends over the blocks of one cache."""
+        """table: the blocks of each slot. batch_class: the class that attends over the blocks of one cache.
+        images: the features that tokens of the works take."""
         batches = [batch_class(cache, works, table, shapes) for cache in caches.kv]
         self.ids = batches[0].ids
-        self.positions = batches[0].positions
+        self.positions = _add_axes(works, batches[0].positions)
+        self._images = images
         self.sampled = batches[0].sampled
         self.last_rows = batches[0].last_rows
         self._caches = caches
@@ -83,7 +87,7 @@ class StepBatch(Mixer):
         shape = self._caches.route_shape
         routes = None if shape is None else Routes(shape)
         with pad_expert_rows(self._row_multiple), use_routes(routes):
-            hidden = model.hidden(self.ids, self.positions, self)
+            hidden = model.hidden(self.ids, self.positions, self, self._images)
         if routes is not None and self._caches.routes is not None:
             places = self._computed.places.to(self._caches.routes.device)
             self._caches.routes.index_copy_(0, places, self._computed.select(routes.recorded()))
@@ -112,6 +116,21 @@ class StepBatch(Mixer):
     def scan(self, layer: int, recurrence: Recurrence, inputs: Rows) -> Tensor:
         """See `Mixer`."""
         return self._tree.scan(recurrence, inputs, self._caches.states("recurrence", layer))
+
+
+def _add_axes(works: Sequence[ScheduledWork], positions: Tensor) -> Tensor:
+    """[P] → [P] or [3, P]: return the positions in three axes if a request of the pass has such."""
+    requests = [work.request for work in works]
+    if all(request.images is None or request.images.axes is None for request in requests):
+        return positions
+    axes = np.stack([positions.cpu().numpy()] * 3)
+    first = 0
+    for work, request in zip(works, requests, strict=True):
+        stop = first + work.stop - work.start
+        if request.images is not None:
+            axes[:, first:stop] = request.images.positions(work.start, work.stop)
+        first = stop
+    return torch.from_numpy(axes).to(positions.device)
 
 
 def _state_tree(works: Sequence[ScheduledWork], tokens: int, device: torch.device) -> StateTree:

@@ -39,8 +39,10 @@ from etude.records import Completion, PromptScores, SamplingParams
 from etude.rollout.config import TorchEngineConfig
 from etude.rollout.engine_steps import EngineSteps
 from etude.rollout.engine_thread import EngineCommands, WeightCopy, release_omp_workers, to_engine_error
+from etude.rollout.features import trains_tower
+from etude.rollout.image_reader import ImageReader, read_images
 from etude.rollout.prompt_scores import score_prompt
-from etude.rollout.request import Delta, Request, check_request, check_scored_prompt, refuse_images
+from etude.rollout.request import Delta, Request, RequestImages, check_request, check_scored_prompt
 from etude.rollout.sampling import SampledTokens
 from etude.rollout.scheduler import Scheduler
 from etude.rollout.step_pipeline import DrawnTokens
@@ -67,15 +69,19 @@ class TorchEngine:
         version: int = 0,
         merge: bool = False,
         records_routes: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
         """merge: for a model with adapters, compute with a second copy of the weights, into which the adapters are
-        merged. records_routes: keep the experts of each token, for requests that ask for them."""
+        merged. records_routes: keep the experts of each token, for requests that ask for them. images: reads those of
+        prompts, for a model that takes images."""
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
         routes = model.control_routers("train.router_replay=r3") if records_routes else None
         self._keeps_routes = records_routes
-        self._steps = EngineSteps(model, config, version=version, routes=routes)
+        self._images = images
+        pixels = None if images is None else images.pixels
+        self._steps = EngineSteps(model, config, version=version, routes=routes, pixels=pixels)
         self._resident = EngineModel(model, merge=merge, prepack=config.prepack)
         self._commands = EngineCommands()
         self._paused = False
@@ -108,7 +114,8 @@ class TorchEngine:
     ) -> Completion:
         """Sample one continuation. Cancelling the wait aborts the request. `on_start` is called on the engine's
         thread."""
-        request = self._request(prompt, sampling, images, on_start=on_start)
+        shown = await read_images(self._images, self.model, len(prompt), images)
+        request = self._request(prompt, sampling, images, shown, on_start=on_start)
         self._submit(request)
         try:
             return await asyncio.wrap_future(request.future)
@@ -127,7 +134,8 @@ class TorchEngine:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(deltas.put_nowait, delta)
 
-        request = self._request(prompt, sampling, images, listen)
+        shown = await read_images(self._images, self.model, len(prompt), images)
+        request = self._request(prompt, sampling, images, shown, listen)
         request.future.add_done_callback(lambda _: listen(None))
         self._submit(request)
         try:
@@ -230,11 +238,11 @@ class TorchEngine:
         prompt: Ids,
         sampling: SamplingParams,
         images: PromptImages | None = None,
+        shown: RequestImages | None = None,
         listener: Callable[[Delta], None] | None = None,
         on_start: Callable[[], None] | None = None,
     ) -> Request:
         """Return a request; raise if it cannot be computed."""
-        refuse_images(images)
         ids = np.asarray(prompt, dtype=np.int32)
         check_request(
             ids,
@@ -243,6 +251,7 @@ class TorchEngine:
             context_length=self.model.context_length,
             cache_tokens=self._steps.cache_tokens,
             keeps_routes=self._keeps_routes,
+            images=images,
         )
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("An engine without a tokenizer cannot look for stop strings: give stop_ids instead.")
@@ -252,6 +261,7 @@ class TorchEngine:
             limit=self.model.context_length,
             vocab_size=self.model.vocab_size,
             tokenizer=self.tokenizer,
+            images=shown,
             listener=listener,
             on_start=on_start,
         )
@@ -413,7 +423,9 @@ class TorchEngine:
         self._scheduler.set_version(version, self.config.running, self.config.kv)
         if self._steps.cache is not None:
             self._resident.refresh(frozen=copy.is_whole)
-        self._steps.renew(self._resident)
+        self._steps.renew(
+            self._resident, is_tower_new=self.model.has_vision and (copy.is_whole or trains_tower(self.model))
+        )
 
     def _stats(self) -> Metrics:
         metrics = self._steps.pop_metrics()

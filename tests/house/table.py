@@ -121,6 +121,8 @@ ROOM_ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
         "rollout/step_kernels.py",
         "rollout/batch_invariance.py",
         "rollout/prompt_scores.py",
+        "rollout/features.py",
+        "rollout/image_reader.py",
     ),
 }
 
@@ -156,8 +158,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
             "work_list",
         ),
         ("device_sampling", "engine_thread", "gpu_share", "held_adapters", "kv_budget", "request", "router"),
-        ("scheduler", "server_backend", "slot_state"),
-        ("partial_completion", "server_client", "state_trial"),
+        ("image_reader", "scheduler", "server_backend", "slot_state"),
+        ("features", "partial_completion", "server_client", "state_trial"),
         ("grammar_trial",),
         ("batch_invariance", "server_engine", "sglang_weights", "vllm_weights"),
         ("health_check", "kv_cache", "sglang", "vllm"),
@@ -193,6 +195,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "rollout/step_kernels.py",
         "rollout/batch_invariance.py",
         "rollout/prompt_scores.py",
+        "rollout/features.py",
         "rollout/sampling.py",
         "rollout/device_sampling.py",
         "rollout/engine_thread.py",

@@ -18,6 +18,7 @@ from torch import Tensor
 from etude.chat import Tokenizer
 from etude.models import Model, create, tiny_config
 from etude.records import Completion, SamplingParams
+from etude.rollout.image_reader import ImageReader
 from etude.rollout.kv_cache import count_slots
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 from tests.chat.made import byte_level, save
@@ -44,6 +45,7 @@ def engine_of(
     blocks: int | None = None,
     merge: bool = False,
     records_routes: bool = False,
+    images: ImageReader | None = None,
     **config: Any,
 ) -> Iterator[TorchEngine]:
     """Start an engine, closed afterwards. `blocks` sets its memory by the number of its blocks."""
@@ -54,7 +56,7 @@ def engine_of(
         states = model.state_bytes * count_slots(config.get("max_num_seqs", TorchEngineConfig().max_num_seqs))
         config["kv_gib"] = ((blocks + 0.5) * held + states) / 2**30
     options = TorchEngineConfig(**{"kv_gib": 0.01, **config})
-    engine = TorchEngine(model, tokenizer, options, merge=merge, records_routes=records_routes)
+    engine = TorchEngine(model, tokenizer, options, merge=merge, records_routes=records_routes, images=images)
     try:
         yield engine
     finally:

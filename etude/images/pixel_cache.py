@@ -1,0 +1,50 @@
+"""The pixels of the images that were used last. Each image is read once for all that ask for it at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+
+from etude.images.decoding import open_image
+from etude.images.pixels import PixelReader, Pixels
+
+MAX_BYTES = 2**29
+"""The most bytes of pixels that are kept: 512 MiB."""
+
+
+class PixelCache:
+    """Pixels by digest, the longest unused first. Any thread may call it."""
+
+    def __init__(self, reader: PixelReader, max_bytes: int = MAX_BYTES) -> None:
+        self._reader = reader
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._pixels: OrderedDict[str, Future[Pixels]] = OrderedDict()
+
+    def read(self, digest: str, content: bytes, owner: str = "The image") -> Pixels:
+        """Return the pixels of an image. Raises `ImageError`, with the owner's name, if it cannot be read."""
+        with self._lock:
+            known = self._pixels.get(digest)
+            future = self._pixels.setdefault(digest, Future())
+            self._pixels.move_to_end(digest)
+        if known is None:
+            self._read(digest, content, owner, future)
+        return future.result()
+
+    def _read(self, digest: str, content: bytes, owner: str, future: Future[Pixels]) -> None:
+        try:
+            pixels = self._reader.read(open_image(content, owner))
+        except BaseException as error:
+            with self._lock:
+                del self._pixels[digest]
+            future.set_exception(error)
+            return
+        future.set_result(pixels)
+        with self._lock:
+            self._bytes += pixels.num_bytes
+            for other in [other for other, each in self._pixels.items() if each.done() and other != digest]:
+                if self._bytes <= self._max_bytes:
+                    break
+                self._bytes -= self._pixels.pop(other).result().num_bytes

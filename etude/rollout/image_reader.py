@@ -1,0 +1,115 @@
+"""The images of a request to the embedded engine: read, checked and numbered before the request is queued."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from etude.errors import ConfigError, DataError
+from etude.images import ImageSpan, PromptImages, check_spans
+from etude.images.pixel_cache import PixelCache
+from etude.images.pixels import PixelReader, Pixels
+from etude.models import Model
+from etude.models.vision import axes_positions
+from etude.rollout.request import RequestImages, refuse_images
+
+MAX_NUMBERS = 2**16
+"""The most images whose numbers are remembered. One that comes back later gets another number."""
+
+
+class ImageReader:
+    """Reads the images of prompts for one model. Any thread may call it."""
+
+    def __init__(self, reader: PixelReader) -> None:
+        self.pixels = PixelCache(reader)
+        self._numbers = _ImageNumbers()
+
+    @classmethod
+    def load(cls, directory: Path, max_pixels: int | None = None) -> ImageReader:
+        """Return the reader of the model in a directory. max_pixels: as for `PixelReader.load`."""
+        return cls(PixelReader.load(directory, max_pixels))
+
+    def read(self, length: int, images: PromptImages) -> RequestImages:
+        """Return the images of a prompt of this length; raise if one cannot be read or does not fit its tokens."""
+        spans = check_spans("The prompt", images.spans, length)
+        digests = tuple(dict.fromkeys(span.digest for span in spans))
+        pixels: list[Pixels] = []
+        for place, digest in enumerate(digests, start=1):
+            if digest not in images.contents:
+                raise DataError(f"The bytes of image {place} of the prompt are missing. Pass them in `contents`.")
+            pixels.append(self.pixels.read(digest, images.contents[digest], f"Image {place} of the prompt"))
+        check_features(spans, {digest: each.features for digest, each in zip(digests, pixels, strict=True)})
+        image = np.full(length, -1, np.int64)
+        feature = np.zeros(length, np.int64)
+        for span in spans:
+            image[span.start : span.stop] = digests.index(span.digest)
+            feature[span.start : span.stop] = np.arange(span.first, span.first + span.stop - span.start)
+        grids = [each.grid for each in pixels if each.grid is not None]
+        axes = axes_positions(image, feature, grids) if grids else None
+        return RequestImages(
+            digests,
+            {digest: images.contents[digest] for digest in digests},
+            image,
+            feature,
+            np.array([self._numbers.find(digest) for digest in digests], np.int32),
+            axes,
+            0 if axes is None else int(axes.max()) + 1 - length,
+        )
+
+
+async def read_images(
+    reader: ImageReader | None, model: Model, length: int, images: PromptImages | None
+) -> RequestImages | None:
+    """Read the images of a prompt of this length on a worker thread; None without images.
+
+    Raises if they cannot be read, do not fit the prompt, or the model takes none. reader: the model's.
+    """
+    if images is None or not images.spans:
+        return None
+    if not model.has_vision:
+        refuse_images(images)
+    if reader is None:
+        raise ConfigError("This engine was made without a reader of images: make it with `images=`.")
+    return await asyncio.to_thread(reader.read, length, images)
+
+
+def check_features(spans: Sequence[ImageSpan], features: dict[str, int]) -> None:
+    """Refuse spans that are not all features of one image after another. features: the number of each image's."""
+    place = 0
+    for span, following in zip(spans, (*spans[1:], None), strict=True):
+        begins = span.first == place
+        place += span.stop - span.start
+        ends = following is None or following.digest != span.digest or following.first == 0
+        if not begins or place > features[span.digest] or (ends and place < features[span.digest]):
+            raise DataError(
+                f"The prompt has the tokens {span.start} to {span.stop} for features of an image from number "
+                f"{span.first} on, and the image has {features[span.digest]} features. A prompt needs one token for "
+                f"each feature of an image, in their order. Read the prompt and the image by the same processor."
+            )
+        if ends:
+            place = 0
+
+
+class _ImageNumbers:
+    """A number below 0 for each image, which no other image has had. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: OrderedDict[str, int] = OrderedDict()
+        self._last = 0
+
+    def find(self, digest: str) -> int:
+        """Return the number of an image."""
+        with self._lock:
+            if digest not in self._numbers:
+                self._last -= 1
+                self._numbers[digest] = self._last
+                if len(self._numbers) > MAX_NUMBERS:
+                    self._numbers.popitem(last=False)
+            self._numbers.move_to_end(digest)
+            return self._numbers[digest]

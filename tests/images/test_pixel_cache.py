@@ -1,0 +1,53 @@
+"""The cache of pixels: one reading an image at a time, and a bound on its bytes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from PIL import Image
+
+from etude.errors import ImageError
+from etude.images import image_digest
+from etude.images.pixel_cache import PixelCache
+from etude.images.pixels import PixelReader, Pixels
+from tests.rollout.shown import png
+from tests.vlms import make_vlm
+
+
+class Counted(PixelReader):
+    """A reader that counts the images that it reads."""
+
+    read_images = 0
+
+    def read(self, image: Image.Image) -> Pixels:
+        """Read an image."""
+        Counted.read_images += 1
+        return super().read(image)
+
+
+def test_an_image_is_read_once_for_all_threads_and_again_after_it_was_dropped() -> None:
+    reader = Counted.load(make_vlm("qwen3_vl"))
+    Counted.read_images = 0
+    images = {image_digest(content): content for content in (png(seed, 40, 40) for seed in range(3))}
+    one, *others = images
+    cache = PixelCache(reader, max_bytes=2 * bytes_of(images[one]))
+    with ThreadPoolExecutor(8) as threads:
+        assert len({id(pixels) for pixels in threads.map(lambda _: cache.read(one, images[one]), range(16))}) == 1
+    assert Counted.read_images == 1
+    for digest in (*others, *others, one):
+        cache.read(digest, images[digest])
+    assert Counted.read_images == 4, "the third image took the place of the first"
+
+
+def bytes_of(content: bytes) -> int:
+    """Return the bytes of an image's pixels."""
+    cache = PixelCache(PixelReader.load(make_vlm("qwen3_vl")))
+    return cache.read(image_digest(content), content).num_bytes
+
+
+def test_an_image_that_cannot_be_read_fails_each_time() -> None:
+    cache = PixelCache(PixelReader.load(make_vlm("qwen3_vl")))
+    for _ in range(2):
+        with pytest.raises(ImageError, match="Image 3 cannot be read"):
+            cache.read("00", png(0, 40, 40)[:500], "Image 3")
