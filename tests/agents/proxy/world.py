@@ -24,6 +24,7 @@ from etude.errors import ConfigError
 from etude.images import PromptImages
 from etude.records import Completion, SamplingParams, Task, Turn
 from etude.rollout.request import Delta
+from etude.store.journal.journal import Journal
 from etude.store.journal.memory import MemoryJournal
 from etude.store.queue.keys import Keyring
 from etude.store.queue.local_queue import LocalRolloutQueue
@@ -155,10 +156,17 @@ class World:
 
 
 @contextmanager
-def serving(upstream: Upstream, chat: ChatRenderer, *, held: int | None = None, **options: Any) -> Iterator[World]:
+def serving(
+    upstream: Upstream,
+    chat: ChatRenderer,
+    *,
+    held: int | None = None,
+    journal: Journal | None = None,
+    **options: Any,
+) -> Iterator[World]:
     """Serve on loopback during the block. held: the size of the send buffer for a client that does not read."""
     keyring = Keyring("a-secret-of-tests-alone")
-    queue = LocalRolloutQueue(MemoryJournal(), keyring)
+    queue = LocalRolloutQueue(journal or MemoryJournal(), keyring)
     try:
         endpoint = ModelEndpoint(queue, keyring, chat, upstream, **options)
     except ConfigError:
