@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -91,18 +92,24 @@ def test_a_model_learns_to_name_the_actions_of_gymnasium(player: Path, tmp_path:
 
 
 @pytest.mark.integration
-def test_a_resumed_run_has_the_tasks_that_it_was_started_with(player: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_killed_run_resumes_with_the_tasks_that_it_was_started_with(
+    player: Path, tmp_path: Path, capsys: Captured
+) -> None:
     python = require_hub("gymnasium")
-    assert main(["train", *words(player, python, tmp_path / "whole", steps=2)]) == 0
-    assert main(["train", *words(player, python, tmp_path / "half", steps=1)]) == 0
+    assert main(["train", *words(player, python, tmp_path / "whole", steps=3)]) == 0
+    command = [sys.executable, "-m", "etude", "train", *words(player, python, tmp_path / "half", steps=3)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
+        blocked_until(lambda: [*(tmp_path / "half").glob("checkpoints/step-00000001.?")], within=120)
+        run.kill()
+    assert run.returncode == -signal.SIGKILL
     tasks = tmp_path / "half/tasks/env-0-500.jsonl"
     rows = [json.loads(line) for line in tasks.read_text().splitlines()]
     assert rows == [{"prompt": "play:\n", "seed": seed} for seed in range(500)]
     written = tasks.stat().st_mtime_ns
-    assert main(["train", "--resume", str(tmp_path / "half"), "steps=2"]) == 0
+    assert main(["train", "--resume", str(tmp_path / "half")]) == 0
     assert tasks.stat().st_mtime_ns == written, "they are drawn once"
     assert same(weights(tmp_path / "half"), weights(tmp_path / "whole"))
-    other = words(player, python, tmp_path / "half", steps=3, data__train="env:0:600")
+    other = words(player, python, tmp_path / "half", steps=4, data__train="env:0:600")
     assert main(["train", *other]) != 0
     assert "data.train[0]: env-0-500.jsonl changed, came or went" in capsys.readouterr().err.replace("\n", " ")
 
