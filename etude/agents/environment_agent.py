@@ -163,7 +163,9 @@ class _Conversation:
         elif isinstance(content, str):
             self._messages.append({"role": "user", "content": content})
         else:
-            self._messages += [message_to_dict(message, parts=True, arguments_as_text=True) for message in content]
+            self._messages += [
+                message_to_dict(message, parts=True, arguments_as_text=True, addresses=True) for message in content
+            ]
 
 
 def _state_name(anchor: str | None, shown: str) -> str:

@@ -2,6 +2,7 @@
 
 tokenizer        text to ids and back, from a Hugging Face directory, with incremental decoding
 template         a chat template, rendered as transformers renders it
+images           the tokens that stand for the images of a conversation, and their places
 messages         messages to JSON and back, and the rules by which two messages are the same
 parsing          the primitives of incremental parsers
 reasoning        a parser of the reasoning before an answer
@@ -22,6 +23,7 @@ toolbox          calls of such functions, outside of the event loop and bounded
 from __future__ import annotations
 
 from etude.chat.conversation import Conversation
+from etude.chat.images import ImageEncoder, RenderedPrompt, find_images, load_image_encoder
 from etude.chat.messages import message_from_dict
 from etude.chat.prompt_reader import PromptReader
 from etude.chat.renderer import ChatConfig, ChatRenderer
@@ -39,13 +41,17 @@ __all__ = [
     "ContentDelta",
     "Conversation",
     "DecodeStream",
+    "ImageEncoder",
     "MessageDelta",
     "PromptReader",
     "ReasoningDelta",
+    "RenderedPrompt",
     "TokenStreamParser",
     "Tokenizer",
     "ToolCallDelta",
     "Toolbox",
     "Transcript",
+    "find_images",
+    "load_image_encoder",
     "message_from_dict",
 ]

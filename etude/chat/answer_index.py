@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from etude.chat.messages import content_text, is_same_message, message_hash, same_tools
 from etude.chat.tokenizer import Ids
+from etude.images import ImageSpan
 from etude.records import Message
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -37,6 +38,8 @@ class ServedAnswer:
     """The number of ids before the answer."""
     stop_string: str = ""
     """The stop string that ended the answer; its ids are included."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images among the ids."""
 
     def appended_text(self, message: Message) -> str | None:
         """Return the text that an agent added to the answer: an empty one, or the text after the stop string that it

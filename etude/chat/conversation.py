@@ -23,8 +23,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from etude.chat.answer_index import AnswerIndex, ServedAnswer, Tools
+from etude.chat.images import PromptEncoder, RenderedPrompt, TextEncoder
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.errors import ChatError
+from etude.images import ImageSpan
 from etude.records import Message
 
 History: TypeAlias = Literal["served", "template"]
@@ -34,16 +36,21 @@ class Conversation:
     """The calls of one attempt to a model, in all branches that the agent makes. Used by one thread at a time."""
 
     def __init__(
-        self, tokenizer: Tokenizer, render_text: Callable[[Sequence[Message], Tools], str], history: History = "served"
+        self,
+        tokenizer: Tokenizer,
+        render_text: Callable[[Sequence[Message], Tools], str],
+        history: History = "served",
+        encoder: PromptEncoder | None = None,
     ) -> None:
-        """`render_text` renders a conversation up to the start of the assistant's answer."""
-        self._tokenizer = tokenizer
+        """`render_text` renders a conversation up to the start of the assistant's answer. encoder: for a model that
+        takes images."""
+        self._encoder = encoder or TextEncoder(tokenizer.encode)
         self._render_text = render_text
         self._history = history
         self._answers = AnswerIndex()
         self._eos_texts = {id: end for end, id in tokenizer.eos_tokens.items()}
 
-    def render(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
+    def render(self, messages: Sequence[Message], tools: Tools = ()) -> RenderedPrompt:
         """Return the ids of a conversation up to the start of the assistant's answer. They contain the ids that were
         served."""
         messages = tuple(messages)
@@ -52,8 +59,11 @@ class Conversation:
             history = served.restore_history(messages)
             restored = restored or history
             if self._history == "served" or served.visible_reasoning <= self._visible_reasoning(history, tools):
-                return np.concatenate([served.ids, self._encode_suffix(served, history, tools)])
-        return self._tokenizer.encode(self._render_text(restored or messages, tools))
+                suffix = self._encode_suffix(served, history, tools)
+                return RenderedPrompt(np.concatenate([served.ids, suffix.ids]), served.images + suffix.images)
+        shown = restored or messages
+        images = self._encoder.find(shown)
+        return self._encoder.encode(self._render_text(shown, tools), images)
 
     def count_observed_tokens(self, messages: Sequence[Message], tools: Tools, prompt: Ids) -> int:
         """Return the number of ids at the end of the prompt that follow its last served answer; 0 if it continues none.
@@ -72,14 +82,16 @@ class Conversation:
         elif _starts_with(prompt, served.ids):
             return len(prompt) - len(served.ids)
         try:
-            suffix = self._encode_suffix(served, history, tools)
+            suffix = self._encode_suffix(served, history, tools).ids
         except ChatError:
             return 0  # the template does not show the end of that answer
         length = min(len(prompt), len(suffix))
         differ = np.flatnonzero(prompt[len(prompt) - length :] != suffix[len(suffix) - length :])
         return length - 1 - int(differ[-1]) if len(differ) else length
 
-    def find_prefill_ids(self, messages: Sequence[Message], tools: Tools, answer: Message) -> tuple[Ids, Ids] | None:
+    def find_prefill_ids(
+        self, messages: Sequence[Message], tools: Tools, answer: Message
+    ) -> tuple[RenderedPrompt, Ids] | None:
         """Return the prompt of a served answer and the answer's own ids without its end token, so that the model can
         continue the answer. None if the answer was not served. White space at its end may be missing."""
         for served in self._answers.find_answers_to(messages):
@@ -91,7 +103,8 @@ class Conversation:
             } <= self._visible_reasoning(all_messages, tools):
                 continue
             end = len(served.ids) - (served.end is not None)
-            return served.ids[: served.answer_start], served.ids[served.answer_start : end]
+            prompt = RenderedPrompt(served.ids[: served.answer_start], served.images)
+            return prompt, served.ids[served.answer_start : end]
         return None
 
     def rewrites_history(self, messages: Sequence[Message]) -> bool:
@@ -109,9 +122,11 @@ class Conversation:
         stop: str = "",
         *,
         answer_start: int | None = None,
+        images: tuple[ImageSpan, ...] = (),
     ) -> None:
         """Remember an answer: its prompt (messages and ids), its own ids, its parsed message, and the stop string that
-        ended it. answer_start: the number of prompt ids before the answer, if the rest of them is its prefill."""
+        ended it. answer_start: the number of prompt ids before the answer, if the rest of them is its prefill. images:
+        those of the prompt."""
         messages = tuple(messages)
         previous = next(
             (
@@ -139,6 +154,7 @@ class Conversation:
                 end=last_id if last_id in self._eos_texts else None,
                 visible_reasoning=visible_reasoning,
                 answer_start=len(prompt_ids) if answer_start is None else answer_start,
+                images=images,
                 stop_string=stop if last_id not in self._eos_texts and not answer.tool_calls else "",
             )
         )
@@ -153,7 +169,7 @@ class Conversation:
         text = self._render_text(marked, tools)
         return frozenset(index for index, text_mark in marks.items() if text_mark in text)
 
-    def _encode_suffix(self, served: ServedAnswer, messages: tuple[Message, ...], tools: Tools) -> Ids:
+    def _encode_suffix(self, served: ServedAnswer, messages: tuple[Message, ...], tools: Tools) -> RenderedPrompt:
         """Return the ids that follow a served answer: the rest of its closing text, the new messages, and the next
         answer's opening."""
         text, region = self._render_suffix(served, messages, tools)
@@ -167,9 +183,13 @@ class Conversation:
                 ) :
             ]
         appended = served.appended_text(messages[len(served.history) - 1]) or ""
-        ids = self._tokenizer.encode(end + appended + text)
-        # The end token is encoded too: some tokenizers treat the beginning of a text differently.
-        return ids[1:] if end and ids[0] == served.end else self._tokenizer.encode(appended + text)
+        images = self._encoder.find(messages[len(served.history) :])
+        start = len(served.ids)
+        if end:  # it is encoded too: some tokenizers treat the beginning of a text differently
+            suffix = self._encoder.encode(end + appended + text, images, start - 1)
+            if suffix.ids[0] == served.end:
+                return RenderedPrompt(suffix.ids[1:], suffix.images)
+        return self._encoder.encode(appended + text, images, start)
 
     def _render_suffix(self, served: ServedAnswer, messages: tuple[Message, ...], tools: Tools) -> tuple[str, str]:
         """Return the text that follows a served answer, and its part before the content of the first new message."""

@@ -4,7 +4,7 @@ Exact continuation relies on `is_same_message`. An agent sends back the conversa
 model never saw must not make it a new conversation, but any difference in content must.
 
 - Role, name, call ids and text are equal character by character; white space counts.
-- A list of text parts equals the joined text. Other parts are equal part by part.
+- A list of text parts equals the joined text. Other parts are equal part by part, images by the hash of their bytes.
 - The arguments of a call are equal as JSON values: the order of keys and spacing do not count, but 1, 1.0 and true are
   three different values. Arguments that are not JSON are compared as text.
 - Reasoning that was served may be missing, or come back in part: clients drop it, cut it, and strip or join its white
@@ -23,6 +23,8 @@ from etude.errors import ChatError
 from etude.records import ContentPart, Message, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+IMAGE_SCHEME = "image:"
+"""The beginning of an address that names an image in the store by its hash."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -59,17 +61,19 @@ def message_from_dict(data: Mapping[str, Any]) -> Message:
     )
 
 
-def message_to_dict(message: Message, *, parts: bool = False, arguments_as_text: bool = False) -> dict[str, Any]:
+def message_to_dict(
+    message: Message, *, parts: bool = False, arguments_as_text: bool = False, addresses: bool = False
+) -> dict[str, Any]:
     """Return the form of a message that templates take. Keys without a value are absent, as templates test their
     presence.
 
     Text is a string, or a list of parts if the template only reads those. The arguments of a call are a JSON value, or
-    text if the template wants that.
+    text if the template wants that. addresses: for an endpoint, images have their address.
     """
     text = content_text(message.content)
     data: dict[str, Any] = {"role": message.role}
     if text is None:
-        data["content"] = [_part_to_dict(part) for part in message.content if isinstance(part, ContentPart)]
+        data["content"] = [_part_to_dict(part, addresses) for part in message.content if isinstance(part, ContentPart)]
     else:
         data["content"] = [{"type": "text", "text": text}] if parts else text
     if message.reasoning:
@@ -160,8 +164,18 @@ def _parse_part(data: Mapping[str, Any]) -> ContentPart:
     return ContentPart(kind.removesuffix("_url"), url=str(address["url"] if isinstance(address, Mapping) else address))
 
 
-def _part_to_dict(part: ContentPart) -> dict[str, str]:
-    return {"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind, "url": part.url}
+def _part_to_dict(part: ContentPart, addresses: bool) -> dict[str, Any]:
+    """Return the form of a part. Templates write the placeholder of an image by its type alone."""
+    if part.kind == "text":
+        return {"type": "text", "text": part.text}
+    if addresses and part.kind == "image":
+        return {"type": "image_url", "image_url": {"url": image_address(part)}}
+    return {"type": part.kind} | ({"url": part.url} if part.url else {})
+
+
+def image_address(part: ContentPart) -> str:
+    """Return the address of an image: `image:` and its hash once its bytes are in the store."""
+    return part.url if part.image is None else f"{IMAGE_SCHEME}{part.image.digest}"
 
 
 def _parse_call(data: Mapping[str, Any]) -> ToolCall:

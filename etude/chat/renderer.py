@@ -11,6 +11,7 @@ from pydantic import Field
 
 from etude.chat.answer_text import RenderText, render_answer, strip_turn_end
 from etude.chat.conversation import Conversation, History
+from etude.chat.images import PromptEncoder, RenderedPrompt, TextEncoder, load_image_encoder
 from etude.chat.messages import check_roles, message_from_dict
 from etude.chat.reasoning import THINK_CLOSE, THINK_OPEN
 from etude.chat.streaming import TextStreamParser, TokenStreamParser
@@ -39,9 +40,12 @@ class ChatRenderer:
         *,
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        encoder: PromptEncoder | None = None,
     ) -> None:
-        """`template` replaces the model's own; `template_kwargs` are additional variables of the template."""
+        """`template` replaces the model's own; `template_kwargs` are additional variables of the template. encoder:
+        for a model that takes images."""
         self.tokenizer = tokenizer
+        self.encoder = encoder or TextEncoder(tokenizer.encode)
         self.history: History = history
         self._template_kwargs = dict(template_kwargs or {})
         sources = {"default": template} if template is not None else tokenizer.templates
@@ -71,17 +75,22 @@ class ChatRenderer:
         check_roles(messages)
         return self._select_template(tools).render(messages, tools, **self._template_kwargs)
 
-    def render(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
-        """Return the ids of a conversation up to the start of the assistant's answer."""
-        return self.tokenizer.encode(self.render_text(messages, tools))
+    def render(self, messages: Sequence[Message], tools: Tools = ()) -> RenderedPrompt:
+        """Return the ids of a conversation up to the start of the assistant's answer, and its images."""
+        images = self.encoder.find(messages)
+        return self.encoder.encode(self.render_text(messages, tools), images)
 
-    def prompt_ids(self, prompt: str | Sequence[Message | Mapping[str, Any]], tools: Tools = ()) -> Ids:
+    def render_prompt(self, prompt: str | Sequence[Message | Mapping[str, Any]], tools: Tools = ()) -> RenderedPrompt:
         """Return the ids of a task's prompt: a text as it is; messages (or their JSON form) by the template."""
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=True)
+            return RenderedPrompt(self.tokenizer.encode(prompt, add_special_tokens=True))
         return self.render(
             [message if isinstance(message, Message) else message_from_dict(message) for message in prompt], tools
         )
+
+    def prompt_ids(self, prompt: str | Sequence[Message | Mapping[str, Any]], tools: Tools = ()) -> Ids:
+        """Return the ids of a task's prompt alone, for callers that count them or whose prompts have no images."""
+        return self.render_prompt(prompt, tools).ids
 
     def parse(
         self, completion: Ids, prompt: Ids | None = None, tools: Tools = (), sampling: SamplingParams | None = None
@@ -123,6 +132,7 @@ class ChatRenderer:
         prompt_ids: the result of `render` for the messages, if it is known."""
         render_text = self._bind_template(tools)
         prompt, answer_text = render_answer(render_text, messages, answer, self._supports_reasoning)
+        prompt = self.encoder.expand(prompt, self.encoder.find(messages))
         eos_tokens = self.tokenizer.eos_tokens
         answer_text, turn_end = strip_turn_end(answer_text, answer, list(eos_tokens))
         if turn_end is None:
@@ -164,7 +174,7 @@ class ChatRenderer:
 
     def start_conversation(self) -> Conversation:
         """Return a conversation that keeps the exact ids of its answers."""
-        return Conversation(self.tokenizer, self.render_text, self.history)
+        return Conversation(self.tokenizer, self.render_text, self.history, self.encoder)
 
     def opens_reasoning(self, prompt: Ids) -> bool:
         """Return whether a prompt ends with the opening of the reasoning."""
@@ -200,14 +210,23 @@ class ChatConfig(Config):
         default_factory=dict, description="more variables of the template, such as enable_thinking: false"
     )
 
-    def build_renderer(self, tokenizer: Tokenizer) -> ChatRenderer:
-        """Return the renderer of the model with this tokenizer."""
+    def build_renderer(
+        self, tokenizer: Tokenizer, model: Path | None = None, max_pixels: int | None = None
+    ) -> ChatRenderer:
+        """Return the renderer of the model with this tokenizer.
+
+        model: the model's directory, which says how it takes images; without it, it takes text alone. max_pixels: as
+        for `read_image_layout`.
+        """
         if self.template is not None and not self.template.is_file():
             raise ConfigError(
                 f"The chat template {self.template} does not exist. Set `chat.template` to the path of a jinja file."
             )
         source = self.template.read_text(encoding="utf-8") if self.template is not None else None
-        renderer = ChatRenderer(tokenizer, self.history, template=source, template_kwargs=self.template_kwargs)
+        encoder = None if model is None else load_image_encoder(model, tokenizer, max_pixels)
+        renderer = ChatRenderer(
+            tokenizer, self.history, template=source, template_kwargs=self.template_kwargs, encoder=encoder
+        )
         unread = sorted(self.template_kwargs.keys() - renderer.template_variables)
         if unread and not renderer.has_template:
             raise ConfigError(

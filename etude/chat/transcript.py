@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from etude.chat.messages import message_from_dict
+from etude.chat.images import RenderedPrompt
+from etude.chat.messages import image_address, message_from_dict
 from etude.chat.renderer import ChatRenderer
 from etude.chat.tokenizer import Ids
 from etude.errors import ChatError
@@ -49,7 +50,11 @@ def observation_text(content: ObservationContent) -> str:
 def _message_text(message: Message) -> str:
     """Return the content and the calls of a message."""
     content = message.content
-    text = content if isinstance(content, str) else "".join(f"{part.kind} {part.text}{part.url}" for part in content)
+    text = (
+        content
+        if isinstance(content, str)
+        else "".join(f"{part.kind} {part.text}{image_address(part)}" for part in content)
+    )
     return text + "".join(f"\n{call.name} {call.arguments}" for call in message.tool_calls)
 
 
@@ -65,7 +70,7 @@ class Transcript:
         self._tools = tuple(tools)
         self._conversation = None if isinstance(content, str) else chat.start_conversation()
         self._messages: list[Message] = [] if isinstance(content, str) else list(content)
-        self._ids = np.zeros(0, np.int32)
+        self._ids: Ids = np.zeros(0, np.int32)  # of a text
         if not isinstance(content, str):
             return
         if tools:
@@ -73,28 +78,30 @@ class Transcript:
                 "A rollout that begins with text has tools, but only a chat template can show them to the model. Begin "
                 "it with messages."
             )
-        self._ids = chat.prompt_ids(content)
+        self._ids = chat.render_prompt(content).ids
 
     @property
-    def ids(self) -> Ids:
-        """The ids of the next prompt."""
+    def prompt(self) -> RenderedPrompt:
+        """The next prompt."""
         if self._conversation is None:
-            return self._ids
+            return RenderedPrompt(self._ids)
         return self._conversation.render(self._messages, self._tools)
 
-    def count_observed_tokens(self, prompt: Ids) -> int | None:
+    def count_observed_tokens(self, prompt: RenderedPrompt) -> int | None:
         """Return the number of ids at the end of `prompt` after the last answer; None if the ids show it."""
         if self._conversation is None:
             return None
-        return self._conversation.count_observed_tokens(self._messages, self._tools, prompt)
+        return self._conversation.count_observed_tokens(self._messages, self._tools, prompt.ids)
 
-    def add_answer(self, prompt: Ids, completion: Completion) -> Message:
+    def add_answer(self, prompt: RenderedPrompt, completion: Completion) -> Message:
         """Add the model's answer to `prompt`, and return its message."""
         if self._conversation is None:
-            self._ids = np.concatenate([prompt, completion.ids])
+            self._ids = np.concatenate([prompt.ids, completion.ids])
             return Message("assistant", completion.text)
-        answer = self._chat.parse(completion.ids, prompt, self._tools)
-        self._conversation.remember_answer(self._messages, self._tools, prompt, completion.ids, answer)
+        answer = self._chat.parse(completion.ids, prompt.ids, self._tools)
+        self._conversation.remember_answer(
+            self._messages, self._tools, prompt.ids, completion.ids, answer, images=prompt.images
+        )
         self._messages.append(answer)
         return answer
 

@@ -92,9 +92,10 @@ def tokenize_messages(
         if message.role != "assistant" or index == 0:
             continue
         before = messages[:index]
-        prompt_ids = conversation.render(before, tools)
+        prompt = conversation.render(before, tools)
+        prompt_ids = prompt.ids
         answer_ids = chat.encode_answer(before, message, tools, prompt_ids=None if turns else prompt_ids)
-        conversation.remember_answer(before, tools, prompt_ids, answer_ids, message)
+        conversation.remember_answer(before, tools, prompt_ids, answer_ids, message, images=prompt.images)
         if index >= first and _has_content(message) and message_dicts[index].get("weight", 1) != 0:
             eligible_turns.append(len(turns))
         zeros = np.zeros(len(answer_ids), np.int32)

@@ -97,17 +97,17 @@ class _Conversation:
         else:
             messages = (Message("user", text),)
             self._transcript = Transcript(self._chat, messages if self._chat.tokenizer.template else text)
-        prompt = self._transcript.ids
-        room = self._max_tokens - len(prompt)
+        prompt = self._transcript.prompt
+        room = self._max_tokens - len(prompt.ids)
         if room < 1:
             message = (
-                f"The conversation has {len(prompt)} tokens, and the model has room for {self._max_tokens}. {HELP}"
+                f"The conversation has {len(prompt.ids)} tokens, and the model has room for {self._max_tokens}. {HELP}"
             )
             self._console.print(Text(message, style="red"), soft_wrap=True)
             return
         deltas: list[Delta] = []
         try:
-            asyncio.run(self._stream(prompt, room, deltas))
+            asyncio.run(self._stream(prompt.ids, room, deltas))
             stopped = ""
         except KeyboardInterrupt:
             stopped = "stopped"

@@ -69,11 +69,8 @@ def show(file: str, options: ShowOptions, *, first: int = 0, tasks: int = 3, mod
             f"more, from one of these rows on: -n 3 --row 0."
         )
     console = make_console()
-    chat = (
-        None
-        if model is None
-        else options.chat.build_renderer(Tokenizer.load(locate_model(model, "--model", weights=False)))
-    )
+    directory = None if model is None else locate_model(model, "--model", weights=False)
+    chat = None if directory is None else options.chat.build_renderer(Tokenizer.load(directory), directory)
     for row in range(first, min(first + tasks, len(dataset))):
         task = dataset.task(row, row)
         source = f", {task.source}" if task.source else ""

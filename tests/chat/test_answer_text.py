@@ -58,7 +58,7 @@ def test_answer_text_is_parsed_back_to_the_answer(name: str, chats: dict[str, Ch
     """The answer text parses back to the answer, also to its reasoning if the template shows it."""
     chat, messages = chats[name], [message_from_dict(form) for form in THOUGHT]
     ids = chat.encode_answer(messages[:1], messages[1])
-    parsed = chat.parse(ids, chat.render(messages[:1]))
+    parsed = chat.parse(ids, chat.render(messages[:1]).ids)
     assert str(parsed.content).strip() == "4"
     if parsed.reasoning:
         assert parsed.reasoning == messages[1].reasoning and chat.shows_reasoning()

@@ -58,7 +58,7 @@ def serve(
     conversation: Conversation, messages: list[Message], tools: list[Form], completion: Ids, answer: Message
 ) -> tuple[Ids, list[Message]]:
     """Play one turn; return its prompt, and the conversation with the answer."""
-    prompt = conversation.render(messages, tools)
+    prompt = conversation.render(messages, tools).ids
     conversation.remember_answer(messages, tools, prompt, completion, answer)
     return prompt, [*messages, answer]
 
@@ -79,7 +79,7 @@ def test_served_ids_begin_the_next_prompt(name: str) -> None:
                 assert not turn or begins(prompt, seen)
                 seen = np.concatenate([prompt, completion])
                 messages.append(RESULT if answer.tool_calls else MORE)
-            last = conversation.render(messages, tools)
+            last = conversation.render(messages, tools).ids
             assert begins(last, seen)
             assert str(messages[-1].content) in chat.tokenizer.decode(last[len(seen) :])
 
@@ -92,14 +92,14 @@ def test_canonical_tokens_continue_as_the_template_renders(name: str) -> None:
     for answer, more, tools in ((SAID, MORE, []), (THOUGHT, MORE, []), (CALLED, RESULT, [WEATHER])):
         if tools and not takes_tools(name):
             continue
-        prompt, whole = chat.render([ASK], tools), chat.render([ASK, answer, more], tools)
+        prompt, whole = chat.render([ASK], tools).ids, chat.render([ASK, answer, more], tools).ids
         ends = [at for at in range(len(prompt), len(whole)) if whole[at] in tokenizer.eos_ids]
         if not begins(whole, prompt) or not ends:
             continue  # the template rewrites messages that it has shown
         for stop in (ends[0] + 1, ends[0]):
             conversation = chat.start_conversation()
             conversation.remember_answer([ASK], tools, prompt, whole[len(prompt) : stop], answer)
-            assert conversation.render([ASK, answer, more], tools).tolist() == whole.tolist()
+            assert conversation.render([ASK, answer, more], tools).ids.tolist() == whole.tolist()
             compared += 1
     assert compared or name.startswith(("deepseek", "nemotron"))  # these remove the <think> that they opened with
 
@@ -138,7 +138,7 @@ def test_the_text_after_an_answer_is_the_rest_of_its_end_and_the_new_messages(
     conversation, tools = chat.start_conversation(), [WEATHER] if answer.tool_calls else []
     completion = chat.tokenizer.encode("anything" + end)
     prompt, messages = serve(conversation, [ASK], tools, completion, answer)
-    following = conversation.render([*messages, *([more] if more else [])], tools)
+    following = conversation.render([*messages, *([more] if more else [])], tools).ids
     assert chat.tokenizer.decode(following[len(prompt) + len(completion) :], keep_special_tokens=True) == tail
 
 
@@ -149,7 +149,7 @@ def test_an_end_token_in_a_users_text_is_not_the_end_of_the_answer() -> None:
     prompt, messages = serve(conversation, [ASK], [], completion, SAID)
     more = Message("user", "what is <|endoftext|> for?")
     rest = chat.tokenizer.decode(
-        conversation.render([*messages, more])[len(prompt) + len(completion) :], keep_special_tokens=True
+        conversation.render([*messages, more]).ids[len(prompt) + len(completion) :], keep_special_tokens=True
     )
     assert rest == f"<|im_end|>\n<|im_start|>user\n{more.content}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -160,7 +160,7 @@ def test_reasoning_may_be_left_out_at_one_turn_and_come_back_at_the_next() -> No
     odd = chat.tokenizer.encode("odd<|im_end|>")
     serve(conversation, [ASK], [], odd, THOUGHT)
     second, _ = serve(conversation, [ASK, SAID, MORE], [], odd, SAID)
-    assert begins(conversation.render([ASK, THOUGHT, MORE, SAID, ASK]), second, odd)
+    assert begins(conversation.render([ASK, THOUGHT, MORE, SAID, ASK]).ids, second, odd)
 
 
 def test_slightly_changed_messages_still_continue() -> None:
@@ -169,7 +169,7 @@ def test_slightly_changed_messages_still_continue() -> None:
     completion = chat.tokenizer.encode("<think>odd tokens")
     prompt, _ = serve(conversation, [ASK], [WEATHER], completion, call)
     back = replace(call, reasoning="", tool_calls=(replace(CALL, arguments='{"city":"Bern"}'),))
-    following = conversation.render([ASK, back, RESULT], [dict(reversed(WEATHER.items()))])
+    following = conversation.render([ASK, back, RESULT], [dict(reversed(WEATHER.items()))]).ids
     assert begins(following, prompt, completion)
 
 
@@ -189,7 +189,7 @@ def test_a_rewritten_history_branches(messages: list[Message], tools: list[Form]
     chat = chat_of("qwen3")
     conversation = chat.start_conversation()
     serve(conversation, [ASK], [], chat.tokenizer.encode("odd tokens<|im_end|>"), SAID)
-    assert np.array_equal(conversation.render(messages, tools), chat.render(messages, tools))
+    assert np.array_equal(conversation.render(messages, tools).ids, chat.render(messages, tools).ids)
 
 
 def test_both_branches_continue_and_the_longest_history_wins() -> None:
@@ -199,10 +199,10 @@ def test_both_branches_continue_and_the_longest_history_wins() -> None:
     first, messages = serve(conversation, [ASK], [], one, SAID)
     second, longer = serve(conversation, [*messages, MORE], [], other, SAID)
     branch, apart = serve(conversation, [MORE], [], third, SAID)
-    assert begins(conversation.render([*longer, MORE]), second, other)
-    assert begins(conversation.render([*apart, MORE]), branch, third)
-    assert begins(conversation.render([*messages, ASK]), first, one)
-    assert not begins(conversation.render([*messages, ASK]), second)
+    assert begins(conversation.render([*longer, MORE]).ids, second, other)
+    assert begins(conversation.render([*apart, MORE]).ids, branch, third)
+    assert begins(conversation.render([*messages, ASK]).ids, first, one)
+    assert not begins(conversation.render([*messages, ASK]).ids, second)
 
 
 def test_of_two_equal_answers_the_latest_is_continued() -> None:
@@ -211,7 +211,7 @@ def test_of_two_equal_answers_the_latest_is_continued() -> None:
     one, other = (chat.tokenizer.encode(f"{word}<|im_end|>") for word in ("one", "other"))
     prompt, messages = serve(conversation, [ASK], [], one, SAID)
     serve(conversation, [ASK], [], other, SAID)
-    assert begins(conversation.render([*messages, MORE]), prompt, other)
+    assert begins(conversation.render([*messages, MORE]).ids, prompt, other)
 
 
 def test_messages_an_agent_put_in_between_are_rendered() -> None:
@@ -220,7 +220,7 @@ def test_messages_an_agent_put_in_between_are_rendered() -> None:
     completion = chat.tokenizer.encode("odd tokens<|im_end|>")
     prompt, messages = serve(conversation, [ASK], [], completion, SAID)
     invented = Message("assistant", "I said so.")
-    following = conversation.render([*messages, MORE, invented, ASK])
+    following = conversation.render([*messages, MORE, invented, ASK]).ids
     assert begins(following, prompt, completion)
     rest = chat.tokenizer.decode(following[len(prompt) + len(completion) :], keep_special_tokens=True)
     assert "<|im_start|>assistant\nI said so.<|im_end|>" in rest
@@ -232,7 +232,7 @@ def test_marker_words_may_occur_in_messages() -> None:
     completion = chat.tokenizer.encode("odd<|im_end|>")
     message = Message("user", "etudemark etudewords etudemarkk<|im_end|>")
     prompt, messages = serve(conversation, [message], [], completion, replace(SAID, content="etudemark"))
-    rest = conversation.render([*messages, message])[len(prompt) + len(completion) :]
+    rest = conversation.render([*messages, message]).ids[len(prompt) + len(completion) :]
     text = f"\n<|im_start|>user\n{message.content}<|im_end|>\n<|im_start|>assistant\n"
     assert chat.tokenizer.decode(rest, keep_special_tokens=True) == text
 
@@ -241,7 +241,7 @@ def test_an_empty_answer_can_be_continued() -> None:
     chat = chat_of("qwen3")
     conversation = chat.start_conversation()
     prompt, messages = serve(conversation, [ASK], [], np.zeros(0, np.int32), Message("assistant", ""))
-    rest = conversation.render([*messages, MORE])[len(prompt) :]
+    rest = conversation.render([*messages, MORE]).ids[len(prompt) :]
     assert chat.tokenizer.decode(rest, keep_special_tokens=True).startswith("<|im_end|>\n<|im_start|>user\nAnd then?")
 
 
@@ -251,9 +251,9 @@ def test_history_served_keeps_the_thinking_that_the_template_would_drop() -> Non
         conversation = chat.start_conversation()
         completion = chat.tokenizer.encode("<think>\nTwo and two.\n</think>\n\nIt is 4.<|im_end|>")
         prompt, messages = serve(conversation, [ASK], [], completion, THOUGHT)
-        following = conversation.render([*messages, MORE])
+        following = conversation.render([*messages, MORE]).ids
         assert begins(following, prompt, completion) == keeps_reasoning
-        assert keeps_reasoning or np.array_equal(following, chat.render([ASK, THOUGHT, MORE]))
+        assert keeps_reasoning or np.array_equal(following, chat.render([ASK, THOUGHT, MORE]).ids)
 
 
 @pytest.mark.parametrize("history", ["served", "template"])
@@ -263,7 +263,7 @@ def test_the_length_of_an_observation_is_known_even_if_the_template_rewrites_his
     conversation, messages, shown = chat.start_conversation(), [ASK], ""
     completion = chat.tokenizer.encode("<think>\nTwo and two.\n</think>\n\nIt is 4.<|im_end|>")
     for turn in range(3):
-        prompt = conversation.render(messages)
+        prompt = conversation.render(messages).ids
         length = conversation.count_observed_tokens(messages, [], prompt)
         assert chat.tokenizer.decode(prompt[len(prompt) - length :], keep_special_tokens=True) == shown, turn
         _, messages = serve(conversation, messages, [], completion, THOUGHT)
@@ -274,12 +274,12 @@ def test_text_before_a_foreign_answer_is_no_observation_after_the_models_own() -
     chat = chat_of("qwen3")
     conversation = chat.start_conversation()
     made_up = [ASK, Message("assistant", "Hello."), MORE]
-    assert conversation.count_observed_tokens(made_up, [], conversation.render(made_up)) == 0, (
+    assert conversation.count_observed_tokens(made_up, [], conversation.render(made_up).ids) == 0, (
         "the model has not answered"
     )
     _, messages = serve(conversation, [ASK], [], chat.tokenizer.encode("It is 4.<|im_end|>"), SAID)
     edited = [*messages, MORE, Message("assistant", "Mine."), ASK]
-    prompt = conversation.render(edited)
+    prompt = conversation.render(edited).ids
     shown = chat.tokenizer.decode(
         prompt[len(prompt) - conversation.count_observed_tokens(edited, [], prompt) :], keep_special_tokens=True
     )
@@ -295,12 +295,12 @@ def test_history_template_keeps_the_ids_where_the_template_keeps_the_thinking() 
     omitted = replace(call, reasoning="")  # the agent leaves it out, and the model still sees it
     second, messages = serve(conversation, [ASK, omitted, RESULT], tools, odd[1], THOUGHT)
     assert begins(second, first, odd[0])
-    anew = conversation.render([*messages, MORE], tools)
-    assert np.array_equal(anew, chat.render([ASK, call, RESULT, THOUGHT, MORE], tools))
+    anew = conversation.render([*messages, MORE], tools).ids
+    assert np.array_equal(anew, chat.render([ASK, call, RESULT, THOUGHT, MORE], tools).ids)
     plain = chat.tokenizer.encode("odd<|im_end|>")
     third, messages = serve(conversation, [*messages, MORE], tools, plain, SAID)
     assert np.array_equal(third, anew)
-    assert begins(conversation.render([*messages, ASK], tools), third, plain)
+    assert begins(conversation.render([*messages, ASK], tools).ids, third, plain)
 
 
 def test_history_template_remembers_thinking_of_earlier_answers() -> None:
@@ -310,7 +310,7 @@ def test_history_template_remembers_thinking_of_earlier_answers() -> None:
     first, _ = serve(conversation, [ASK], tools, odd, call)
     second, messages = serve(conversation, [ASK, call, RESULT], tools, odd, SAID)
     assert begins(second, first, odd)
-    assert np.array_equal(conversation.render([*messages, MORE], tools), chat.render([*messages, MORE], tools))
+    assert np.array_equal(conversation.render([*messages, MORE], tools).ids, chat.render([*messages, MORE], tools).ids)
 
 
 def test_history_template_shows_thinking_that_was_left_out_where_the_template_shows_it(tmp_path: Path) -> None:
@@ -327,8 +327,8 @@ def test_history_template_shows_thinking_that_was_left_out_where_the_template_sh
     first, _ = serve(conversation, [ASK], [], odd, one)
     second, _ = serve(conversation, [ASK, SAID, MORE], [], odd, other)
     assert begins(second, first, odd)
-    third = conversation.render([ASK, SAID, MORE, replace(other, reasoning=""), ASK])
-    assert np.array_equal(third, chat.render([ASK, one, MORE, other, ASK]))
+    third = conversation.render([ASK, SAID, MORE, replace(other, reasoning=""), ASK]).ids
+    assert np.array_equal(third, chat.render([ASK, one, MORE, other, ASK]).ids)
     assert "(other)" in chat.tokenizer.decode(third)
 
 
@@ -338,7 +338,7 @@ def test_history_template_keeps_the_ids_where_there_is_no_thinking(name: str) ->
     conversation = chat.start_conversation()
     completion = chat.tokenizer.encode("odd tokens")
     prompt, messages = serve(conversation, [ASK], [], completion, SAID)
-    assert begins(conversation.render([*messages, MORE]), prompt, completion)
+    assert begins(conversation.render([*messages, MORE]).ids, prompt, completion)
 
 
 def test_a_tokenizer_that_marks_beginnings_continues_as_within_a_text(tmp_path: Path) -> None:
@@ -348,24 +348,24 @@ def test_a_tokenizer_that_marks_beginnings_continues_as_within_a_text(tmp_path: 
         "{% else %}{{ 'the ' + m.content + '\\n' }}{% endif %}{% endfor %}"
     )
     chat = ChatRenderer(Tokenizer.load(save(tmp_path, sentencepiece(), template, ["</s>"])))
-    whole = chat.render([ASK, SAID, MORE])
-    prompt = chat.render([ASK])
+    whole = chat.render([ASK, SAID, MORE]).ids
+    prompt = chat.render([ASK]).ids
     stop = whole.tolist().index(chat.tokenizer.eos_ids[0]) + 1
     assert begins(whole, prompt)
     conversation = chat.start_conversation()
     conversation.remember_answer([ASK], [], prompt, whole[len(prompt) : stop], SAID)
-    assert conversation.render([ASK, SAID, MORE]).tolist() == whole.tolist()
+    assert conversation.render([ASK, SAID, MORE]).ids.tolist() == whole.tolist()
 
 
 def test_an_end_token_swallows_the_space_after_it(tmp_path: Path) -> None:
     template, ends = published()["phi3"], ends_of("phi3")
     inner = byte_level(template, ends, rstrip=["<|end|>", "<|assistant|>", "<|user|>"])
     chat = ChatRenderer(Tokenizer.load(save(tmp_path, inner, template, ends)))
-    prompt, whole = chat.render([ASK]), chat.render([ASK, SAID, MORE])
+    prompt, whole = chat.render([ASK]).ids, chat.render([ASK, SAID, MORE]).ids
     stop = whole.tolist().index(chat.tokenizer.eos_ids[0], len(prompt)) + 1
     conversation = chat.start_conversation()
     conversation.remember_answer([ASK], [], prompt, whole[len(prompt) : stop], SAID)
-    assert conversation.render([ASK, SAID, MORE]).tolist() == whole.tolist()
+    assert conversation.render([ASK, SAID, MORE]).ids.tolist() == whole.tolist()
 
 
 def test_a_template_without_ends_continues(tmp_path: Path) -> None:
@@ -374,8 +374,8 @@ def test_a_template_without_ends_continues(tmp_path: Path) -> None:
     conversation = chat.start_conversation()
     completion = chat.tokenizer.encode("4")
     prompt, messages = serve(conversation, [ASK], [], completion, SAID)
-    assert np.array_equal(conversation.render(messages), np.concatenate([prompt, completion]))
-    assert chat.tokenizer.decode(conversation.render([*messages, MORE])) == "What is it?4And then?"
+    assert np.array_equal(conversation.render(messages).ids, np.concatenate([prompt, completion]))
+    assert chat.tokenizer.decode(conversation.render([*messages, MORE]).ids) == "What is it?4And then?"
 
 
 def test_the_templates_own_error_is_reported() -> None:
@@ -412,7 +412,7 @@ def test_any_conversation_keeps_what_was_served(data: st.DataObject) -> None:
         back = answer if data.draw(st.booleans()) else replace(answer, reasoning="")
         more = replace(RESULT if answer.tool_calls else MORE, content=data.draw(words))
         sent = [*sent, message_from_dict({"role": "assistant", **_form(back)}), more]
-    assert begins(conversation.render(sent, [WEATHER]), seen)
+    assert begins(conversation.render(sent, [WEATHER]).ids, seen)
 
 
 def _form(message: Message) -> Form:
@@ -426,18 +426,18 @@ def _form(message: Message) -> Form:
 def added(chat: ChatRenderer, text: str, more: Message = MORE) -> tuple[Ids, Ids]:
     """An answer that a stop string ended, sent back as this text: the served ids stay, and the rest follows."""
     conversation = chat.start_conversation()
-    prompt = conversation.render([ASK])
+    prompt = conversation.render([ASK]).ids
     completion = np.concatenate([chat.tokenizer.encode(letter) for letter in "It is 4.</code>"])
     answer = Message("assistant", "It is 4.", reasoning="Two and two.")
     conversation.remember_answer([ASK], [], prompt, completion, answer, "</code>")
     messages = [ASK, Message("assistant", text), more]
     whole = np.concatenate([prompt, completion])
-    then = conversation.render(messages)
+    then = conversation.render(messages).ids
     if not begins(then, whole):
         return whole, then[:0]
     second = np.concatenate([then, chat.tokenizer.encode("Good.<|im_end|>")])
     conversation.remember_answer(messages, [], then, second[len(then) :], Message("assistant", "Good."))
-    third = conversation.render([*messages, Message("assistant", "Good."), MORE])
+    third = conversation.render([*messages, Message("assistant", "Good."), MORE]).ids
     assert begins(third, second), "it goes on from there too, with what was added"
     return whole, then[len(whole) :]
 

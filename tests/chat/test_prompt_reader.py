@@ -40,7 +40,7 @@ def renderer(directory: Path, name: str, template: str | None = None) -> ChatRen
 
 
 def read(chat: ChatRenderer, prompt: Sequence[Message], tools: Sequence[dict[str, object]] = ()) -> list[list[str]]:
-    return [list(entry.values()) for entry in PromptReader(chat).read_prompt(chat.render(prompt, tools))]
+    return [list(entry.values()) for entry in PromptReader(chat).read_prompt(chat.render(prompt, tools).ids)]
 
 
 def turn(prompt: Iterable[int], answer: Sequence[int] | Ids, index: int, text: str) -> Turn:
@@ -89,13 +89,13 @@ def test_what_follows_an_answer_is_read_by_role_and_a_rewritten_history_whole(tm
     chat = renderer(tmp_path, "qwen3")
     reader, asked = PromptReader(chat), [Message("user", "Rain?")]
     conversation = chat.start_conversation()
-    prompt = conversation.render(asked, [TOOL])
+    prompt = conversation.render(asked, [TOOL]).ids
     answer = chat.encode_answer(asked, CALLED[1], [TOOL])
     conversation.remember_answer(asked, [TOOL], prompt, answer, chat.parse(answer, prompt, [TOOL]))
     history = [*asked, chat.parse(answer, prompt, [TOOL])]
     after = conversation.render(
         [*history, Message("tool", "sunny", tool_call_id="call"), Message("user", "So?")], [TOOL]
-    )
+    ).ids
     turns = [turn(prompt, answer, 0, "I look."), turn(after, answer[:1], 1, "Go.")]
     assert [list(entry.values()) for entry in reader.read_rest(turns)] == [
         ["model", "I look."],
@@ -103,7 +103,7 @@ def test_what_follows_an_answer_is_read_by_role_and_a_rewritten_history_whole(tm
         ["user", "So?"],
         ["model", "Go."],
     ]
-    anew = turn(chat.render(ASKED), answer[:1], 1, "Yes.")
+    anew = turn(chat.render(ASKED).ids, answer[:1], 1, "Yes.")
     assert [entry["by"] for entry in reader.read_rest([turns[0], anew])] == [
         "model",
         "system",

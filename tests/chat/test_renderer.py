@@ -23,7 +23,7 @@ def chat_of(directory: Path, template: str | None, name: str = "") -> ChatRender
 
 def test_messages_become_ids_by_the_template(tmp_path: Path) -> None:
     chat = chat_of(tmp_path, CHATML)
-    ids = chat.render(HI)
+    ids = chat.render(HI).ids
     assert (
         chat.tokenizer.decode(ids, keep_special_tokens=True)
         == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -75,7 +75,7 @@ def test_calls_are_read_with_ids(tmp_path: Path, name: str, text: str, content: 
     assert (message.content, message.reasoning, call.name, call.arguments) == (content, reasoning, "weather", '{"a":1}')
     assert len(call.id) == 9 and call.id.isalnum()
     assert chat.parse(ids) == message
-    others = {chat.parse(ids, prompt).tool_calls[0].id for prompt in (chat.render(HI), chat.render(HI * 2))}
+    others = {chat.parse(ids, prompt).tool_calls[0].id for prompt in (chat.render(HI).ids, chat.render(HI * 2).ids)}
     assert len(others | {call.id}) == 3
 
 
@@ -88,7 +88,7 @@ def test_several_calls_have_different_ids(tmp_path: Path) -> None:
 
 def test_reasoning_that_the_prompt_opened_is_known_by_the_prompt(tmp_path: Path) -> None:
     chat = chat_of(tmp_path, published()["qwen3_6"])
-    prompt = chat.render(HI)
+    prompt = chat.render(HI).ids
     assert chat.tokenizer.decode(prompt).endswith("<think>\n")
     cut_off = chat.tokenizer.encode("I should")
     assert chat.parse(cut_off, prompt) == Message("assistant", "", reasoning="I should")

@@ -203,7 +203,7 @@ def test_a_stop_token_is_no_text(chats: dict[str, ChatRenderer]) -> None:
 
 def test_a_parser_knows_the_prefill(chats: dict[str, ChatRenderer]) -> None:
     chat = chats["qwen3_6"]
-    prompt = chat.render([Message("user", "Hi")])
+    prompt = chat.render([Message("user", "Hi")]).ids
     parser = chat.stream_parser(prompt)
     assert isinstance(parser, TokenStreamParser)
     assert parser.push(chat.tokenizer.encode("hm")) == [ReasoningDelta("hm")]
@@ -249,7 +249,7 @@ def round_trip(chat: ChatRenderer, answer: Message) -> Message:
     """Parse the answer as the model would write it."""
     messages = [Message("user", "Hi")]
     ids = chat.encode_answer(messages, answer, [WEATHER])
-    return chat.parse(ids, chat.render(messages, [WEATHER]), [WEATHER])
+    return chat.parse(ids, chat.render(messages, [WEATHER]).ids, [WEATHER])
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "phi3"])
@@ -289,13 +289,13 @@ def test_a_conversation_of_mistral_continues_with_the_ids_of_its_calls(
 ) -> None:
     chat = chats["mistral_args"]
     messages = [Message("user", "Hi")]
-    prompt = chat.render(messages, [WEATHER])
+    prompt = chat.render(messages, [WEATHER]).ids
     ids = chat.tokenizer.encode('[TOOL_CALLS]weather[ARGS]{"city":  "Bern"}</s>')
     conversation = chat.start_conversation()
     answer = chat.parse(ids, prompt, [WEATHER])
     conversation.remember_answer(messages, [WEATHER], prompt, ids, answer)
     result = Message("tool", "rain", tool_call_id=answer.tool_calls[0].id)
-    shown = conversation.render([*messages, answer, result], [WEATHER])
+    shown = conversation.render([*messages, answer, result], [WEATHER]).ids
     assert shown[: len(prompt) + len(ids)].tolist() == [*prompt.tolist(), *ids.tolist()]
     assert chat.tokenizer.decode(shown, keep_special_tokens=True).endswith(
         '"Bern"}</s>[TOOL_RESULTS]rain[/TOOL_RESULTS]'

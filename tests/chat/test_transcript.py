@@ -52,11 +52,11 @@ def played(
     """Turns in which the model writes ids as a script has them."""
     transcript, turns = Transcript(chat, first), []
     for index, (ids, end, shown) in enumerate(script):
-        prompt = transcript.ids
+        prompt = transcript.prompt
         sampled = completion(chat, ids, end)
         answer = transcript.add_answer(prompt, sampled)
         assert answer.role == "assistant"
-        turns.append(Turn(prompt, sampled, index))
+        turns.append(Turn(prompt.ids, sampled, index))
         transcript.add_observation(shown)
     return turns
 
@@ -105,17 +105,17 @@ def test_text_after_an_end_gets_no_space_of_its_own(pieces: ChatRenderer) -> Non
 def test_a_call_and_its_result_continue_the_conversation(tmp_path: Path) -> None:
     chat = ChatRenderer(Tokenizer.load(save(tmp_path / "t", byte_level(TEMPLATE, ["<end>"]), TEMPLATE, ["<end>"])))
     transcript = Transcript(chat, (Message("user", "?"),), [WEATHER])
-    prompt = transcript.ids
+    prompt = transcript.prompt
     written = chat.tokenizer.encode('<tool_call>\n{"name": "weather", "arguments": {"a":  1}}\n</tool_call>')
     answer = transcript.add_answer(prompt, completion(chat, written.tolist(), end=True))
     assert answer.content == "" and [(call.name, call.arguments) for call in answer.tool_calls] == [
         ("weather", '{"a":  1}')
     ]
     transcript.add_observation((Message("tool", "rain", tool_call_id=answer.tool_calls[0].id),))
-    ids = transcript.ids
-    assert np.array_equal(ids[: len(prompt) + len(written)], np.concatenate([prompt, written]))
+    ids = transcript.prompt.ids
+    assert np.array_equal(ids[: len(prompt.ids) + len(written)], np.concatenate([prompt.ids, written]))
     assert (
-        chat.tokenizer.decode(ids[len(prompt) + len(written) :], keep_special_tokens=True)
+        chat.tokenizer.decode(ids[len(prompt.ids) + len(written) :], keep_special_tokens=True)
         == "<end><tool>rain<end><model>"
     )
 

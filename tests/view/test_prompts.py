@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Path:
         store.append([TaskIssued(0, 0, "sums", {"question": "2 + 2", "answer": HIDDEN})])
         store.append([RolloutQueued(rollout, 0, rollout) for rollout in range(2)])
         for rollout, system in enumerate(("Be brief.", "Be kind.")):
-            prompt = chat.render([Message("system", system), Message("user", "What is 2 + 2?")])
+            prompt = chat.render([Message("system", system), Message("user", "What is 2 + 2?")]).ids
             store.append(rollout_events(rollout, 1.0 - rollout, Turn(prompt, answer, 0)))
         store.append([RolloutsAdmitted(1, (0, 1), 1, 0)])
         store.append([TaskIssued(1, 1, "sums", {"question": "?", "answer": HIDDEN}), RolloutQueued(9, 1, 0)])

@@ -23,12 +23,14 @@ import numpy as np
 
 from etude.agents.proxy.answer_limits import AnswerGrammar, build_grammar
 from etude.agents.proxy.request import APIError, ModelRequest, count_characters
-from etude.chat import ChatRenderer
+from etude.chat import ChatRenderer, RenderedPrompt
+from etude.chat.answer_index import Tools
 from etude.chat.messages import content_text
 from etude.chat.reasoning import THINK_CLOSE, THINK_OPEN
 from etude.chat.tokenizer import Ids
 from etude.chat.tool_parsers import CALL_AFFIXES
-from etude.errors import ChatError, ConfigError
+from etude.errors import ChatError, ConfigError, ImageError
+from etude.images import ImageSpan, keyed_ids
 from etude.records import Completion, Message
 from etude.store.queue.rollout_queue import AttemptId, RolloutPurpose
 
@@ -64,6 +66,8 @@ class Prompt:
     """The number of ids at the end that were added after the model's last answer; None if the ids show it."""
     known: int = 0
     """The number of ids at the beginning that are an earlier prompt and its answer."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images among `ids`."""
 
     @cached_property
     def input_ids(self) -> Ids:
@@ -112,7 +116,7 @@ class AttemptSession:
             prompt = await self._run(request.characters, partial(self._build_prompt, request, count_rerendered))
         except UnicodeEncodeError as error:
             raise APIError(f"A string has an unpaired surrogate ({error.reason}). Remove it.") from error
-        except (ChatError, ConfigError, RecursionError) as error:
+        except (ChatError, ConfigError, ImageError, RecursionError) as error:
             raise APIError(str(error), param="messages") from error
         if not len(prompt.ids):
             raise APIError("The prompt is empty; the model needs at least one token.", param="prompt")
@@ -157,11 +161,19 @@ class AttemptSession:
     ) -> None:
         input_ids, completion_ids = prompt.input_ids, completion.ids
         ids = np.concatenate([input_ids, completion_ids])
-        self._known_prefixes.put(blake2b(ids.tobytes(), digest_size=16).digest(), len(ids))
+        keys = keyed_ids(ids, prompt.images)
+        self._known_prefixes.put(blake2b(keys.tobytes(), digest_size=16).digest(), len(ids))
         if request.prompt is None:
             answer_start = len(prompt.ids)
             self._conversation.remember_answer(
-                request.messages, request.tools, input_ids, completion_ids, answer, stop, answer_start=answer_start
+                request.messages,
+                request.tools,
+                input_ids,
+                completion_ids,
+                answer,
+                stop,
+                answer_start=answer_start,
+                images=prompt.images,
             )
             return
         decode = self._chat.tokenizer.decode
@@ -186,7 +198,7 @@ class AttemptSession:
     def _build_prompt(self, request: ModelRequest, count_rerendered: bool) -> Prompt:
         if request.prompt is not None:
             alone = request.with_prompt  # the log-probs of a prompt do not depend on earlier calls
-            return self._match_history(self._text_ids(request.prompt, alone=alone))
+            return self._match_history(RenderedPrompt(self._text_ids(request.prompt, alone=alone)))
         messages = request.messages
         tools = request.tools
         conversation = self._conversation
@@ -196,15 +208,23 @@ class AttemptSession:
         if served_ids is not None:
             prompt = replace(self._match_history(*served_ids), observed=0)  # all of it was a prompt or sampled before
         else:
-            ids = conversation.render(messages, tools)
-            prompt = self._match_history(ids, _build_prefill(self._chat, ids, request))
-            prompt = replace(prompt, observed=conversation.count_observed_tokens(messages, tools, ids))
+            rendered = conversation.render(messages, tools)
+            prompt = self._match_history(rendered, _build_prefill(self._chat, rendered.ids, request))
+            prompt = replace(prompt, observed=conversation.count_observed_tokens(messages, tools, rendered.ids))
         all_messages = messages if request.prefill is None else (*messages, request.prefill)
         if prompt.how == "begun" and conversation.rewrites_history(all_messages):
             return replace(prompt, how="branched")
         if not count_rerendered or prompt.how != "continued":
             return prompt
-        return replace(prompt, changed=_count_differing(prompt.ids, self._chat.render(messages, tools)))
+        return replace(prompt, changed=self._count_rerendered(prompt.ids, messages, tools))
+
+    def _count_rerendered(self, ids: Ids, messages: tuple[Message, ...], tools: Tools) -> int:
+        """Return the number of tokens that a new rendering would change: all, if there can be none because an answer
+        spells the placeholder of an image."""
+        try:
+            return _count_differing(ids, self._chat.render(messages, tools).ids)
+        except ChatError:
+            return len(ids)
 
     def _text_ids(self, prompt: str | Ids, *, alone: bool) -> Ids:
         """Return the ids of a text. Unless it is tokenized alone, they contain the ids of the longest prefix that was
@@ -223,11 +243,11 @@ class AttemptSession:
             rest = rest.removeprefix(eos_text)
         return np.concatenate([ids, self._chat.tokenizer.encode_after_ids(ids, rest)]) if rest else ids
 
-    def _match_history(self, ids: Ids, prefill_ids: Ids = NO_IDS) -> Prompt:
-        """Return a prompt, and note if it begins with an earlier prompt and its answer."""
+    def _match_history(self, rendered: RenderedPrompt, prefill_ids: Ids = NO_IDS) -> Prompt:
+        """Return a prompt, and note if it begins with an earlier prompt and its answer, images included."""
         digest = blake2b(digest_size=16)
         hashed = known = 0
-        input_ids = np.concatenate([ids, prefill_ids])
+        input_ids = keyed_ids(np.concatenate([rendered.ids, prefill_ids]), rendered.images)
         data = input_ids.tobytes()
         for length in sorted({length for length in self._known_prefixes.values() if length <= len(input_ids)}):
             digest.update(data[hashed * input_ids.itemsize : length * input_ids.itemsize])
@@ -235,7 +255,8 @@ class AttemptSession:
             known = length if self._known_prefixes.get(digest.digest()) is not None else known
         digest.update(data[hashed * input_ids.itemsize :])
         hash = int.from_bytes(digest.digest()[:8], "little") >> 1
-        return Prompt(ids, prefill_ids, hash, "continued" if known else "begun", known=known)
+        how: Literal["begun", "continued"] = "continued" if known else "begun"
+        return Prompt(rendered.ids, prefill_ids, hash, how, known=known, images=rendered.images)
 
 
 def _build_prefill(chat: ChatRenderer, prompt: Ids, request: ModelRequest) -> Ids:

@@ -81,6 +81,7 @@ class TurnRecorder:
             observed=call.prompt.observed,
             opened=len(call.prompt.prefill_ids),
             grammar=call.sampling.grammar,
+            images=call.prompt.images,
         )
         attempt_id = call.session.attempt_id
         await self._write(attempt_id, self._queue.record_turn(attempt_id, turn, began))

@@ -139,21 +139,22 @@ class EpisodePlayer:
         transcript, state = Transcript(self._chat, content, first.tools), state_number(first.anchor, content)
         episode.role = first.role
         for index in range(self.config.max_turns):
-            prompt = transcript.ids
-            room = self._max_total_tokens - len(prompt)
+            prompt = transcript.prompt
+            room = self._max_total_tokens - len(prompt.ids)
             if room < 1:
                 if index == 0:
                     raise EpisodeEndedError(
                         Outcome.FAILED,
-                        f"The first prompt of {describe_task(task)} has {len(prompt)} tokens, and a rollout may have "
-                        f"{self._max_total_tokens} in all: nothing could follow. Show less, or raise "
+                        f"The first prompt of {describe_task(task)} has {len(prompt.ids)} tokens, and a rollout "
+                        f"may have {self._max_total_tokens} in all: nothing could follow. Show less, or raise "
                         "`env.max_tokens`.",
                     )
                 break
             observed = transcript.count_observed_tokens(prompt)
-            completion = await generate(prompt, index, room)
+            completion = await generate(prompt.ids, index, room)
             answer = transcript.add_answer(prompt, completion)
-            episode.turns.append(Turn(prompt, completion, index, anchor=state, observed=observed))
+            turn = Turn(prompt.ids, completion, index, anchor=state, observed=observed, images=prompt.images)
+            episode.turns.append(turn)
             observation = await session.step(answer, last=index + 1 == self.config.max_turns)
             if observation.done or observation.truncated:
                 episode.truncated = observation.truncated or completion.finish_reason == "length"

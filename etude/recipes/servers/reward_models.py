@@ -36,7 +36,7 @@ def encode_prompt_and_answer(chat: ChatRenderer, prompt: str | Sequence[Mapping[
             answer_ids = np.append(answer_ids, np.int32(eos_ids[0]))
         return np.concatenate([prompt_ids, answer_ids]).astype(np.int32)
     messages = [message_from_dict(form) for form in prompt]
-    prompt_ids = chat.render(messages)
+    prompt_ids = chat.render(messages).ids  # an image is refused: the renderer takes text alone
     answer_ids = chat.encode_answer(messages, Message("assistant", answer), prompt_ids=prompt_ids)
     return np.concatenate([prompt_ids, answer_ids]).astype(np.int32)
 

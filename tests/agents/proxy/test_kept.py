@@ -161,7 +161,7 @@ def test_a_conversation_is_bounded_by_its_ids(monkeypatch: pytest.MonkeyPatch) -
     for n in range(6):
         messages = [Message("user", f"{n} " + "b" * (200 if n == 5 else 10))]
         conversation.remember_answer(
-            messages, [], conversation.render(messages), answer.ids, Message("assistant", "Yes.")
+            messages, [], conversation.render(messages).ids, answer.ids, Message("assistant", "Yes.")
         )
         assert len(conversation._answers) == 1 or conversation._answers._num_ids <= 100
     assert len(conversation._answers) == 1, "the newest is kept, however long it is"
@@ -173,10 +173,10 @@ def test_a_lookup_compares_only_with_answers_to_the_same_messages(monkeypatch: p
     chat, conversation, answer = chat_of(), chat_of().start_conversation(), completion()
     for n in range(200):
         messages = [Message("user", str(n))]
-        conversation.remember_answer(messages, [], chat.render(messages), answer.ids, Message("assistant", f"{n}!"))
+        conversation.remember_answer(messages, [], chat.render(messages).ids, answer.ids, Message("assistant", f"{n}!"))
     compared.clear()
     more = [Message("user", "150"), Message("assistant", "150!"), Message("user", "So?")]
-    assert conversation.render(more).tolist()[: len(answer.ids)] and len(compared) < 10
+    assert conversation.render(more).ids.tolist()[: len(answer.ids)] and len(compared) < 10
 
 
 def test_recent_entries() -> None:

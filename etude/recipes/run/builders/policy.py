@@ -19,12 +19,12 @@ from etude.train.device_mesh import ShardMeshes
 from etude.train.optim import PRECISIONS
 
 
-def build_chat_renderer(source: ModelSource, chat: ChatConfig) -> ChatRenderer:
-    """Return the chat renderer of a run's model."""
+def build_chat_renderer(source: ModelSource, chat: ChatConfig, max_pixels: int | None = None) -> ChatRenderer:
+    """Return the chat renderer of a run's model. max_pixels: the most pixels that it resizes an image to."""
     if source.path is None:
         raise ConfigError(NO_MODEL)
     check_model(source.path)
-    return chat.build_renderer(Tokenizer.load(source.tokenizer or source.path))
+    return chat.build_renderer(Tokenizer.load(source.tokenizer or source.path), source.path, max_pixels)
 
 
 def load_policy(run: Recipe) -> tuple[Model, ChatRenderer]:
