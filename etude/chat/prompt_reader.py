@@ -4,6 +4,9 @@ A turn is recorded as token ids alone: an agent may send any messages, and an en
 messages are read back from the text of the ids. Between two messages a chat template writes a fixed text, a separator.
 The reader renders probes, conversations whose messages are unused words, and learns the separators from them. A prompt
 without a known separator, such as a plain text, is one entry.
+
+An image is named in the text at its place, as in `[image 9f86d081]` with the first digits of its hash. The entry then
+has `images`, the hashes of its images with spaces between them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 from etude.chat.renderer import ChatRenderer
 from etude.chat.tokenizer import Ids
 from etude.errors import ChatError, ConfigError
+from etude.images import ImageSpan, keyed_ids
 from etude.records import Message, ToolCall, Turn
 
 MODEL = "model"
@@ -49,15 +53,16 @@ class PromptReader:
         self._chat = chat
         self._tokenizer = chat.tokenizer
 
-    def read_prompt(self, prompt: Ids) -> list[dict[str, str]]:
-        """Return the messages of a prompt: `by` is the role, and `text` what the message says."""
-        text = self._tokenizer.decode(prompt, keep_special_tokens=True)
+    def read_prompt(self, prompt: Ids, images: Sequence[ImageSpan] = ()) -> list[dict[str, str]]:
+        """Return the messages of a prompt: `by` is the role, and `text` what the message says. images: of the
+        prompt."""
+        text = self._decode(prompt, images)
         found = list(self._split(text, self._beginnings))
         if not found:
-            return self._entries([(PROMPT, text)])
+            return self._entries([(PROMPT, text)], images)
         if found[0][0] == "":
             found[0] = _read_head(self._clean(found[0][1]))
-        return self._entries(found)
+        return self._entries(found, images)
 
     def read_rest(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
         """Return what follows the first prompt, in order: the model's answers as it wrote them, and the messages
@@ -73,23 +78,40 @@ class PromptReader:
 
     def _read_next(self, before: Turn, turn: Turn) -> list[dict[str, str]]:
         """Return the messages of a prompt that are new to the model after an earlier turn."""
-        known = np.concatenate([before.prompt, before.completion.ids])
-        if not np.array_equal(turn.prompt[: len(known)], known):
-            return self.read_prompt(turn.prompt)
+        known = np.concatenate([keyed_ids(before.prompt, before.images), before.completion.ids])
+        if not np.array_equal(keyed_ids(turn.prompt, turn.images)[: len(known)], known):
+            return self.read_prompt(turn.prompt, turn.images)
         # A separator may begin with the token that ended the answer.
         is_ended = len(known) > 0 and int(known[-1]) in self._tokenizer.eos_ids
-        text = self._tokenizer.decode(turn.prompt[len(known) - is_ended :], keep_special_tokens=True)
+        start = len(known) - is_ended
+        images = spans_after(turn.images, start)
+        text = self._decode(turn.prompt[start:], images)
         found = list(self._split(text, []))
         if not found:
-            return self._entries([(OBSERVATION, text)])
+            return self._entries([(OBSERVATION, text)], images)
         if found[0][0] == "":  # words that the agent added to the answer
             found[0] = ("assistant", found[0][1])
-        return self._entries(found)
+        return self._entries(found, images)
 
-    def _entries(self, found: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    def _entries(self, found: Sequence[tuple[str, str]], images: Sequence[ImageSpan]) -> list[dict[str, str]]:
         parts = [part for role, text in found for part in (_split_tools(text) if role == TOOLS else [(role, text)])]
-        cleaned = [{"by": role, "text": self._clean(text)} for role, text in parts]
-        return [entry for entry in cleaned if entry["text"]]
+        entries = [{"by": role, "text": self._clean(text)} for role, text in parts]
+        digests = dict.fromkeys(image.digest for image in images)
+        for entry in entries:
+            shown = [digest for digest in digests if image_name(digest) in entry["text"]]
+            if shown:
+                entry["images"] = " ".join(shown)
+        return [entry for entry in entries if entry["text"]]
+
+    def _decode(self, ids: Ids, images: Sequence[ImageSpan]) -> str:
+        """Return the text of ids, special tokens included, with the name of each image at its first token."""
+        pieces: list[str] = []
+        end = 0
+        for span in images:
+            pieces.append(self._tokenizer.decode(ids[end : span.start], keep_special_tokens=True))
+            pieces.append("" if span.first else image_name(span.digest))
+            end = span.stop
+        return "".join([*pieces, self._tokenizer.decode(ids[end:], keep_special_tokens=True)])
 
     def _clean(self, text: str) -> str:
         """Return a text without special tokens."""
@@ -180,6 +202,16 @@ class PromptReader:
         """Return the part of a text from the first special token after the arguments of a call; nothing without one."""
         found = self._special.search(text, text.rfind(_MARK) + 1)
         return text[found.start() :] if found else ""
+
+
+def image_name(digest: str) -> str:
+    """Return the words that stand for an image in a text."""
+    return f"[image {digest[:8]}]"
+
+
+def spans_after(images: Sequence[ImageSpan], start: int) -> list[ImageSpan]:
+    """Return the images that begin at a token or after it, as places from there on."""
+    return [span.shifted(-start) for span in images if span.start >= start]
 
 
 class _Separator(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from etude.chat import ChatRenderer, PromptReader, Tokenizer
-from etude.chat.prompt_reader import PROMPT
+from etude.chat.prompt_reader import PROMPT, spans_after
 from etude.errors import ConfigError
 from etude.recipes.collect.rollout_ends import effective_reward
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
@@ -122,7 +122,9 @@ def read_first_prompt(
     without one. task: the prompt of the task, or None.
     """
     if prompts is not None and turns:
-        return prompts.read_prompt(turns[0].prompt if tail is None else turns[0].prompt[-tail:])
+        prompt = turns[0].prompt
+        start = 0 if tail is None else max(0, len(prompt) - tail)
+        return prompts.read_prompt(prompt[start:], spans_after(turns[0].images, start))
     return [] if task is None else [{"by": TASK_PROMPT, "text": prompt_text(task)}]
 
 

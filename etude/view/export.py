@@ -27,7 +27,7 @@ from etude.observe import make_console
 from etude.tools.replay.files import find_replays
 from etude.tools.replay.files import read_tokens as read_signals
 from etude.view.catalog import RunCatalog
-from etude.view.images import split_images
+from etude.view.images import split_images, stored_url
 from etude.view.queries.replay import StepReplays, changed_options
 from etude.view.queries.rollout import RolloutPage, read_rollout_page, read_tokens
 from etude.view.queries.step import read_step
@@ -97,10 +97,12 @@ def _rollout_replies(reader: RunReader, rollout: int) -> Iterator[tuple[str, str
     """Yield the replies for the page of a rollout: its record, and its tokens from the last turn to the first, with
     the signals of the newest replay."""
     page = _with_newest_replay(reader, read_rollout_page(reader, rollout))
+    pictures = {digest: url for digest in page.pictures if (url := stored_url(reader.journal, digest))}
     _, images = split_images(reader.journal.task(page.task))
-    page = replace(page, images=images)
+    images = [] if pictures else [image for image in images if image.startswith("data:")]
+    page = replace(page, images=images, pictures=pictures)
     yield _reply("rollout", to_json(page), run=reader.name, rollout=rollout)
-    left = MOST_BYTES
+    left = MOST_BYTES - sum(map(len, pictures.values()))
     for attempt, turn, replayed in _turns(page):
         tokens = read_tokens(reader, rollout, attempt, turn, **replayed)
         left -= len(tokens)

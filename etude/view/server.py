@@ -39,7 +39,7 @@ from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
 from etude.view.access import LOOPBACK_HOSTS, AccessControl
 from etude.view.catalog import RunCatalog
 from etude.view.changes import MOST_STREAMS, ChangeWatcher
-from etude.view.images import decode_image
+from etude.view.images import decode_image, read_stored
 from etude.view.queries.curves import list_steps, phase_times, read_curves
 from etude.view.queries.lanes import read_lanes
 from etude.view.queries.replay import read_replay_page
@@ -262,9 +262,12 @@ def _add_rollout_queries(app: FastAPI, catalog: RunCatalog) -> None:
             return _answer(read_rollout_page(reader, pick_rollout(reader, pick, step) if rollout is None else rollout))
 
     @app.get("/api/image")
-    def image(run: RunName, task: Number, image: Number) -> Response:
+    def image(run: RunName, task: Number = 0, image: Number = 0, digest: Name = "") -> Response:
         with catalog.reader(run) as reader:
-            content, media_type = decode_image(task, reader.images(task), image)
+            if digest:
+                content, media_type = read_stored(reader.journal, digest)
+            else:
+                content, media_type = decode_image(task, reader.images(task), image)
         return Response(content, media_type=media_type)
 
     @app.get("/api/tokens")

@@ -10,11 +10,12 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.chat.prompt_reader import MODEL
+from etude.chat.prompt_reader import MODEL, image_name
 from etude.data.samples import find_parents
 from etude.errors import NotFoundError
+from etude.images import ImageSpan, keyed_ids
 from etude.recipes.collect.failure_messages import describe_failure
-from etude.records import Completion
+from etude.records import Completion, Turn
 from etude.store import AttemptState, Phase, RolloutState, TaskState
 from etude.store.queue.rollout_limits import RolloutPurpose
 from etude.tools.rollout_reader import (
@@ -26,7 +27,7 @@ from etude.tools.rollout_reader import (
     read_rollout,
 )
 from etude.tools.rollouts.otlp import is_span
-from etude.view.images import image_addresses, split_images
+from etude.view.images import image_addresses, split_images, stored_addresses
 from etude.view.queries.replay import StepReplays, group_replay, step_replays, token_signals
 from etude.view.queries.spans import read_spans
 from etude.view.queries.step import explain_absence
@@ -98,7 +99,10 @@ class RolloutPage:
     attempts: list[AttemptPage]
     conversation: list[dict[str, Any]]
     """The messages of the last attempt, from the first prompt on. Of each, `by` is `model`, or the role that the model
-    saw: `system`, `tools`, `user`, `tool` or `assistant`. A text without roles is a `prompt` or an `observation`."""
+    saw: `system`, `tools`, `user`, `tool` or `assistant`. A text without roles is a `prompt` or an `observation`.
+    `images` has the hashes of the images that the text names, as in `[image 9f86d081]`, with spaces between them."""
+    pictures: dict[str, str]
+    """The addresses of these images, by their hashes."""
     before: int | None = None
     after: int | None = None
     """The rollouts with the next smaller and the next larger id, of the same use."""
@@ -121,6 +125,7 @@ class GroupPage:
     """False if the model saw other messages in some of the rollouts."""
     fields: dict[str, Any]
     images: list[str]
+    pictures: dict[str, str]
     common: int
     """The sampled tokens with which all first answers begin."""
     rollouts: list[RolloutPage]
@@ -179,16 +184,18 @@ def group_page(reader: RunReader, task: TaskState, records: Sequence[RolloutReco
     fields, images = split_images(task)
     advantages = _advantages(reader, task)
     firsts = [record.turns[0] for record in records if record.turns]
+    prompt = read_first_prompt(reader.prompts, firsts[:1], fields.get("prompt"))
     return GroupPage(
         task.id,
         task.row,
         task.source,
         task.step,
         task.cause,
-        read_first_prompt(reader.prompts, firsts[:1], fields.get("prompt")),
-        all(np.array_equal(first.prompt, firsts[0].prompt) for first in firsts),
+        prompt,
+        all(np.array_equal(_keys(first), _keys(firsts[0])) for first in firsts),
         fields,
-        image_addresses(reader.name, task.id, len(images)),
+        image_addresses(reader.name, task.id, images),
+        stored_addresses(reader.name, prompt),
         common_prefix([first.completion.ids for first in firsts]),
         [_page(reader, record, advantages) for record in records],
         step_replays(reader, trained),
@@ -235,7 +242,7 @@ def read_tokens(
         "opened": chosen.opened,
         "grammar": chosen.grammar,
     }
-    texts = _token_texts(reader, np.concatenate([chosen.prompt, completion.ids]))
+    texts = _token_texts(reader, np.concatenate([chosen.prompt, completion.ids]), chosen.images)
     if texts is not None:
         columns["ends"], columns["text"] = texts
     return pack_columns(head, columns)
@@ -266,6 +273,7 @@ def _page(reader: RunReader, record: RolloutRecord, advantages: Mapping[int, flo
     state, task = record.state, record.task
     fields, images = split_images(task)
     attempts = [_attempt(attempt, events) for attempt, events in zip(state.attempts, record.attempts, strict=True)]
+    conversation = _conversation(reader, record, fields)
     return RolloutPage(
         state.id,
         state.task,
@@ -278,9 +286,10 @@ def _page(reader: RunReader, record: RolloutRecord, advantages: Mapping[int, flo
         explain_absence(state, task),
         describe_failure(reader.journal, state) if has_failed(state) else "",
         fields,
-        image_addresses(reader.name, task.id, len(images)),
+        image_addresses(reader.name, task.id, images),
         attempts,
-        _conversation(reader, record, fields),
+        conversation,
+        stored_addresses(reader.name, conversation),
     )
 
 
@@ -326,17 +335,27 @@ def _conversation(reader: RunReader, record: RolloutRecord, fields: Mapping[str,
     return first + prompts.read_rest(turns)
 
 
-def _token_texts(reader: RunReader, ids: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.uint8]] | None:
+def _token_texts(
+    reader: RunReader, ids: NDArray[np.int32], images: Sequence[ImageSpan] = ()
+) -> tuple[NDArray[np.int32], NDArray[np.uint8]] | None:
     """Return the text of tokens, special ones included, as UTF-8, and the byte at which each ends. None without a
-    tokenizer."""
+    tokenizer. An image is named at its first token, and its others have no text."""
     tokenizer = reader.tokenizer
     if tokenizer is None:
         return None
     listed = ids.tolist()
     known = {id: tokenizer.decode([id], keep_special_tokens=True).encode() for id in set(listed)}
     texts = [known[id] for id in listed]
+    for span in images:
+        texts[span.start : span.stop] = [b""] * (span.stop - span.start)
+        texts[span.start] = b"" if span.first else image_name(span.digest).encode()
     ends = np.cumsum([len(text) for text in texts], dtype=np.int64).astype(np.int32)
     return ends, np.frombuffer(b"".join(texts), np.uint8)
+
+
+def _keys(turn: Turn) -> NDArray[np.int32]:
+    """Return the ids of a prompt, with numbers that tell its images apart in place of image tokens."""
+    return keyed_ids(turn.prompt, turn.images)
 
 
 def common_prefix(rows: Sequence[Any]) -> int:

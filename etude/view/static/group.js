@@ -131,7 +131,7 @@ export function GroupPage() {
     ${isDropped && html`<p class="fate">Step ${page.step} dropped this group: ${visible(page.cause)}.</p>`}
     ${level && html`<p class="muted">All rewards of this group are equal.</p>`}
     ${!page.same_prompt && html`<p class="muted">The model saw other messages first in some of these rollouts.</p>`}
-    <${Conversation} messages=${page.prompt} images=${page.images} />
+    <${Conversation} messages=${page.prompt} images=${page.images} pictures=${page.pictures} />
     <${Answers} run=${run} groups=${[page]} titles=${["Answers, the best first"]} />
     <${Replays} run=${run} replays=${page.replays} />
     <${ForPrograms} path="group" parameters=${{ run, task }} />

@@ -80,21 +80,37 @@ function ModelText({ text }) {
   });
 }
 
-/** A message of a conversation. */
-function Message({ by, text, images }) {
+/** A text with the pictures that it names at their places. sources: of the pictures, by their names. */
+function Illustrated({ text, title, sources }) {
+  if (!sources.size) return html`<${LongText} text=${text} title=${title} />`;
+  const part = (part) =>
+    sources.has(part)
+      ? html`<img src=${sources.get(part)} alt=${part} loading="lazy" />`
+      : part.trim() && html`<${LongText} text=${part.trim()} title=${title} />`;
+  return text.split(/(\[image [0-9a-f]{8}\])/).map(part);
+}
+
+/** A message of a conversation. named: the hashes of its pictures. below: the sources of pictures below it. pictures:
+ * addresses by hash. */
+function Message({ by, text, images: named = "", below, pictures }) {
   const isModel = by === "model";
-  const image = (source, place) => html`<img src=${source} alt=${`image ${place + 1}`} />`;
+  const image = (source, place) => html`<img src=${source} alt=${`image ${place + 1}`} loading="lazy" />`;
+  const shown = named.split(" ").filter((digest) => pictures[digest]);
+  const sources = new Map(shown.map((digest) => [`[image ${digest.slice(0, 8)}]`, pictures[digest]]));
   return html`<article class=${isModel ? "message by-model" : "message"}>
     <h3>${visible(by)}</h3>
-    ${isModel ? html`<${ModelText} text=${text} />` : html`<${LongText} text=${text} title=${by} />`}
-    ${images.map(image)}
+    ${isModel ? html`<${ModelText} text=${text} />` : html`<${Illustrated} ...${{ text, title: by, sources }} />`}
+    ${below.map(image)}
   </article>`;
 }
 
-/** Messages by role. images: those of the task, which stand below the first message that is not the system's. */
-export function Conversation({ messages, images }) {
+/** Messages by role. images: those of the task, which stand below the first message that is not the system's, unless
+ * messages name their pictures. pictures: the addresses of these, by hash. */
+export function Conversation({ messages, images, pictures = {} }) {
   const first = messages.findIndex(({ by }) => by !== "system" && by !== "tools");
-  const message = (message, place) => html`<${Message} ...${message} images=${place === first ? images : []} />`;
+  const areNamed = messages.some((message) => message.images);
+  const below = (place) => (place === first && !areNamed ? images : []);
+  const message = (message, place) => html`<${Message} ...${message} below=${below(place)} pictures=${pictures} />`;
   const none = html`<p class="muted">The model was not called, so there is no message.</p>`;
   return html`<div class="conversation">${messages.length ? messages.map(message) : none}</div>`;
 }
@@ -203,8 +219,8 @@ function Branches({ turns, choose }) {
 
 function AttemptsSection({ page, run, parameters, change }) {
   const last = page.attempts.length - 1;
-  const { conversation, images } = page;
-  if (last < 0) return html`<${Conversation} messages=${conversation} images=${images} />`;
+  const { conversation, images, pictures } = page;
+  if (last < 0) return html`<${Conversation} ...${{ messages: conversation, images, pictures }} />`;
   const index = Math.max(0, Math.min(last, Number(parameters.attempt ?? last) || 0));
   const attempt = page.attempts[index];
   const messages = index === last ? conversation : attempt.turns.map(({ text }) => ({ by: "model", text }));
@@ -216,7 +232,7 @@ function AttemptsSection({ page, run, parameters, change }) {
   };
   const shown = isTokens
     ? html`<${Tokens} ...${{ page, run, attempt, index, parameters, change }} />`
-    : html`<${Conversation} messages=${messages} images=${images} />`;
+    : html`<${Conversation} ...${{ messages, images, pictures }} />`;
   return html`<section aria-label="attempts">
     ${last > 0 && html`<h2>Attempts</h2><p class="tools">${page.attempts.map(choice)}</p>`}
     <${AttemptFacts} attempt=${attempt} />

@@ -46,7 +46,7 @@ export function TaskPage() {
     <h1>Task of row ${row} over the run</h1>
     ${error && html`<${Waiting} error=${error} />`}
     <${Facts} facts=${facts} />
-    <${Conversation} messages=${first.prompt} images=${first.images} />
+    <${Conversation} messages=${first.prompt} images=${first.images} pictures=${first.pictures} />
     <${Section} title="Rewards over the run">
       <div class="panels">
         ${panel("reward", ["reward", "high", "low"])} ${panel("sampled tokens of an answer", TOKENS)}
