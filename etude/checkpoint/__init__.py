@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from etude.checkpoint.files import Checkpoint, TensorTree, flat
     from etude.checkpoint.hf_export import check_export_directory, export, export_adapter
     from etude.checkpoint.manager import CheckpointManager
+    from etude.checkpoint.processor_files import ProcessorFiles
 
 __all__ = [
     "BackgroundSaver",
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointManager",
+    "ProcessorFiles",
     "TensorTree",
     "check_export_directory",
     "export",
@@ -32,6 +34,7 @@ __getattr__ = lazy_getattr(
         "manager": ("CheckpointManager",),
         "config": ("CheckpointConfig",),
         "hf_export": ("check_export_directory", "export", "export_adapter"),
+        "processor_files": ("ProcessorFiles",),
         "files": ("Checkpoint", "TensorTree", "flat"),
     },
 )

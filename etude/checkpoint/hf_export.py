@@ -3,6 +3,7 @@
 config.json, generation_config.json        the model's configuration and its sampling defaults
 model.safetensors                          the weights, each once; large models are in shards with an index
 tokenizer.json, tokenizer_config.json …    unchanged copies
+preprocessor_config.json …                 of a model that takes images: see `processor_files`
 
 Or the export of a LoRA adapter alone, in peft's layout:
 
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from etude.checkpoint.processor_files import ProcessorFiles
 from etude.errors import CheckpointError
 
 TOKENIZER_FILES = (
@@ -64,13 +66,15 @@ def export(
     *,
     tokenizer: Path | None = None,
     generation: Mapping[str, Any] | None = None,
+    processor: ProcessorFiles | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Write a directory that `from_pretrained` and the serving engines load, and return it.
 
     `config` and `generation` are the contents of `config.json` and `generation_config.json`. `tokenizer` is a directory
-    whose tokenizer files are copied. `weights` may compute each tensor on demand. A tensor with two names (tied
-    weights) is written under the first name, and a loader ties it as `config` says.
+    whose tokenizer files are copied; `processor` has the files of a model that takes images. `weights` may compute each
+    tensor on demand. A tensor with two names (tied weights) is written under the first name, and a loader ties it as
+    `config` says.
     """
     tokenizer_files = (
         [] if tokenizer is None else [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
@@ -88,6 +92,8 @@ def export(
             _write_json(staging / "generation_config.json", generation)
         for file in tokenizer_files:
             shutil.copyfile(file, staging / file.name)
+        if processor is not None:
+            processor.write(staging)
     return directory
 
 

@@ -66,19 +66,19 @@ def pack_prefix_tree(batch: Batch) -> Pack:
     )
 
 
-def micro_batches(batch: Batch, max_tokens: int, by: str = "rollout") -> list[Batch]:
+def micro_batches(batch: Batch, max_tokens: int, by: str = "rollout", *, image_weight: int = 1) -> list[Batch]:
     """Split a batch into batches of whole rollouts or groups with at most `max_tokens` packed tokens.
 
     A shared context counts once. A unit over the budget is a separate batch. With `by="rollout"`, a group within the
     budget stays together, so that its prompt is computed once. A larger group is split between rollouts, and each part
-    has the prompt.
+    has the prompt. image_weight: the tokens that a token with a feature of an image counts as.
     """
     if max_tokens < 1 or by not in ("rollout", "group"):
         raise BatchError(
             f"A batch is split into micro-batches of 1 or more tokens by `rollout` or `group`; not of {max_tokens} by "
             f"`{by}`."
         )
-    rows = _ContextRows.from_batch(batch)
+    rows = _ContextRows.from_batch(batch, image_weight)
     pieces = [
         piece
         for members in _indices_by_value(batch.group.tolist())  # also rollouts without a row
@@ -101,17 +101,22 @@ class _ContextRows:
     starts: list[int]
     lengths: list[int]
     contexts: list[bytes]
+    sizes: NDArray[np.int64]
+    """[T + 1]: the size of all tokens before each one; an image token may count as several."""
     rollout_row_offsets: list[int]
     """[U + 1]: rollout u has the rows rollout_row_offsets[u] to rollout_row_offsets[u + 1]."""
     by_group: list[list[int]]
 
     @classmethod
-    def from_batch(cls, batch: Batch) -> _ContextRows:
+    def from_batch(cls, batch: Batch, image_weight: int = 1) -> _ContextRows:
+        """image_weight: the size of a token with a feature of an image."""
         offsets = batch.offsets.cpu().numpy()
         ids = np.ascontiguousarray(batch.ids.cpu().numpy(), dtype=np.int32)
+        sizes = np.arange(batch.num_tokens + 1)
         if batch.image is not None:
             image = batch.image.cpu().numpy()
             ids = np.where(image >= 0, -1 - image, ids)
+            sizes[1:] += (image_weight - 1) * (image >= 0).cumsum()
         action_tokens = np.flatnonzero(batch.action.cpu().numpy())
         first_actions = np.append(action_tokens, batch.num_tokens)[np.searchsorted(action_tokens, offsets[:-1])]
         ends = np.minimum(first_actions, offsets[1:]).tolist()
@@ -120,6 +125,7 @@ class _ContextRows:
             starts=starts,
             lengths=np.diff(offsets).tolist(),
             contexts=[ids[start:end].tobytes() for start, end in zip(starts, ends, strict=True)],
+            sizes=sizes,
             rollout_row_offsets=batch.rollout_row_offsets.tolist(),
             by_group=_indices_by_value(batch.group[batch.unit].tolist()),
         )
@@ -208,18 +214,21 @@ class _PrefixForest:
 class _PrefixCounter:
     """Counts the tokens of a prefix tree, row by row."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: _ContextRows) -> None:
+        self.rows = rows
         self.contexts: list[bytes] = []
 
-    def add(self, context: bytes, length: int) -> int:
+    def add(self, row: int) -> int:
         """Return the tokens that one more row adds. In sorted order, the row that shares most with it is next to it."""
+        context = self.rows.contexts[row]
         index = bisect_left(self.contexts, context)
         shared = max(
             (_common_prefix_length(context, other) for other in self.contexts[max(index - 1, 0) : index + 1]), default=0
         )
         if self.contexts[index : index + 1] != [context]:
             self.contexts.insert(index, context)
-        return length - shared
+        start = self.rows.starts[row]
+        return int(self.rows.sizes[start + self.rows.lengths[row]] - self.rows.sizes[start + shared])
 
 
 def _split_group(
@@ -229,16 +238,16 @@ def _split_group(
     pieces: list[tuple[int, list[int]]] = []
     size = 0
     piece = list[int]()
-    prefixes = _PrefixCounter()
+    prefixes = _PrefixCounter(rows)
     for rollout in members:
         row_range = range(rows.rollout_row_offsets[rollout], rows.rollout_row_offsets[rollout + 1])
-        added = sum(prefixes.add(rows.contexts[row], rows.lengths[row]) for row in row_range)
+        added = sum(prefixes.add(row) for row in row_range)
         if may_split and piece and size + added > max_tokens:
             pieces.append((size, piece))
             size = 0
             piece = []
-            prefixes = _PrefixCounter()
-            added = sum(prefixes.add(rows.contexts[row], rows.lengths[row]) for row in row_range)
+            prefixes = _PrefixCounter(rows)
+            added = sum(prefixes.add(row) for row in row_range)
         size += added
         piece.append(rollout)
     return [*pieces, (size, piece)]

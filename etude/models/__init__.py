@@ -11,7 +11,7 @@ from etude.lazy import lazy_getattr
 if TYPE_CHECKING:
     from etude.models.attention import PackedAttention
     from etude.models.backbone import AttentionFn
-    from etude.models.config import ActivationCheckpointing, Head, LoraAdapterConfig
+    from etude.models.config import ActivationCheckpointing, Head, LoraAdapterConfig, VisionConfig
     from etude.models.engine_model import EngineModel
     from etude.models.loading import create, create_empty, load, read_context_length, save
     from etude.models.logprob_head import logp_and_entropy, map_logit_chunks, token_logp
@@ -39,6 +39,7 @@ __all__ = [
     "StepRows",
     "TokenSets",
     "TorchStepOps",
+    "VisionConfig",
     "adapt",
     "adapter_config",
     "create",
@@ -57,7 +58,7 @@ __getattr__ = lazy_getattr(
     {
         "attention": ("PackedAttention",),
         "backbone": ("AttentionFn",),
-        "config": ("ActivationCheckpointing", "Head", "LoraAdapterConfig"),
+        "config": ("ActivationCheckpointing", "Head", "LoraAdapterConfig", "VisionConfig"),
         "loading": ("read_context_length", "create", "load", "create_empty", "save"),
         "logprob_head": ("logp_and_entropy", "map_logit_chunks", "token_logp"),
         "step_ops": ("MakeStepOps", "StepMemory", "StepOps", "StepRows", "TorchStepOps"),

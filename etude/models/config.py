@@ -26,6 +26,23 @@ ADAPTER_OPTIONS = ("rank", "alpha", "rslora", "targets")
 """The options that an adapter's own files set."""
 
 
+class VisionConfig(Config):
+    """The vision tower of a model that takes images, and the images that it takes."""
+
+    train: bool = Field(
+        False,
+        description="train the tower too; by default its weights stay as they are, and an image is encoded once a pass",
+    )
+    max_pixels: int | None = Field(
+        None,
+        ge=1,
+        description="most pixels that an image is resized to; fewer make fewer tokens; null is the processor's limit",
+    )
+    max_images: int = Field(
+        16, ge=1, description="most images of a request; more are refused, because each may have thousands of tokens"
+    )
+
+
 class LoraAdapterConfig(Config):
     """Adapters that are trained in place of the weights: a small product (α / r) · B A x is added to each product W x.
 

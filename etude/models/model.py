@@ -341,6 +341,13 @@ class Model:
             name: exact for name, exact in self._float32_weights.items() if weights[name].requires_grad
         }
 
+    def freeze_tower(self) -> None:
+        """Freeze the weights that compute the features of images."""
+        tower = self.tower_weights
+        for weight in tower.values():
+            weight.requires_grad_(False)
+        self._float32_weights = {name: exact for name, exact in self._float32_weights.items() if name not in tower}
+
     def take_float32_weights(self) -> Mapping[str, Tensor]:
         """Return the float32 values of rounded weights, if it was loaded for training; the next call returns none."""
         taken = self._float32_weights

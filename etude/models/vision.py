@@ -28,17 +28,14 @@ from etude.models.checkpointing import checkpoint_layer
 from etude.models.config import ActivationCheckpointing
 from etude.models.mixers import use_mixer
 from etude.models.transformers_backbone import ATTENTION_NAME, TransformersBackbone, use_checkpointing
+from etude.models.vision_types import IN_TILES, ON_A_GRID, VISION_TYPES
 
-ON_A_GRID = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
-"""The model types that place an image's tokens in rows and columns."""
-IN_TILES = frozenset({"smolvlm", "idefics3"})
-"""The model types whose images are cut into tiles."""
 _tower_checkpointing: ContextVar[ActivationCheckpointing] = ContextVar("tower_checkpointing", default="none")
 
 
 def takes_images(config: PreTrainedConfig) -> bool:
     """Return true if models of this config are computed with images."""
-    return config.model_type in ON_A_GRID | IN_TILES
+    return config.model_type in VISION_TYPES
 
 
 def attention_names(config: PreTrainedConfig) -> str | dict[str, str]:

@@ -181,6 +181,7 @@ def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, 
             to,
             tokenizer=run.model.tokenizer or run.model.path,
             generation=None if generation is None else generation.to_dict(),
+            processor=run.processor_files,
         )
     what = "adapter" if adapter else "model"
     make_console().print(Text(f"Wrote the {what} of step {checkpoint.step} to {to}."), soft_wrap=True)
@@ -249,7 +250,8 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
         weights = model.with_buffers(model.untied_weights() if untied else model.merged_weights())
         # servers that run may serve the whole model that this one is a part of
         names = PublishedNames(model.module, find_weights(run.model.path) if config.url else ())
-        export(names.publish(weights), described, where, tokenizer=run.model.tokenizer or run.model.path)
+        tokenizer = run.model.tokenizer or run.model.path
+        export(names.publish(weights), described, where, tokenizer=tokenizer, processor=run.processor_files)
         dtype, threads = DTYPES[run.train.precision], run.rank_threads()
         console = make_console(run.observe.console)
         with start_servers(

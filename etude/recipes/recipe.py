@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from etude.chat import ChatConfig
-from etude.checkpoint import CheckpointConfig
+from etude.checkpoint import CheckpointConfig, ProcessorFiles
 from etude.config import Config
 from etude.config.name_rules import NameRules
 from etude.config.resume_marks import MAY_CHANGE
@@ -161,6 +161,21 @@ class Recipe(Config):
     def servers(self) -> ServerConfig | None:
         """The options of the servers that sample, with their GPUs if the run computes on GPUs; None without servers."""
         return None
+
+    @property
+    def trains_tower(self) -> bool:
+        """True if the vision tower of a model that takes images is trained too."""
+        return False
+
+    @property
+    def max_pixels(self) -> int | None:
+        """The most pixels that an image is resized to; None is the limit of the model's image processor."""
+        return None
+
+    @property
+    def processor_files(self) -> ProcessorFiles | None:
+        """The image processor of the run's model, as exports have it; of a model of text, no files."""
+        return None if self.model.path is None else ProcessorFiles(self.model.path, self.max_pixels)
 
     def compute_device(self) -> torch.device:
         """Return the device of this process, as one of the run's ranks or the only one."""

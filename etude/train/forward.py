@@ -23,7 +23,6 @@ from etude.errors import BatchError
 from etude.models import (
     HeadRows,
     Model,
-    PackedAttention,
     TokenSets,
     logp_and_entropy,
     map_logit_chunks,
@@ -31,6 +30,7 @@ from etude.models import (
 )
 from etude.models.routes import Routes, RouteShape, use_routes
 from etude.train.balance_loss import BalanceLoss
+from etude.train.images import PixelCache, compute_hidden
 
 OutputFn = Callable[[Tensor, Tensor, float], Tensor]
 ComputeFn = Callable[[], dict[str, Tensor]]
@@ -126,6 +126,8 @@ class ForwardPass:
     """The function that computes with whole weights; `ShardedModel.run` if they are sharded."""
     routes: RouteShape | None = None
     """The size of the routes that batches bring, for a model that replays them. None: its routers always choose."""
+    pixels: PixelCache | None = None
+    """The pixels of the images that batches bring; None for a model of text."""
 
     def __call__(
         self,
@@ -201,7 +203,7 @@ class ForwardPass:
         if self.shared_packs is not None:
             return self.shared_packs.hidden(pack, routes)
         with use_routes(routes):
-            return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
+            return compute_hidden(self.model, pack, self.pixels)
 
     def _routes(self, batch: Batch, pack: Pack, balance: BalanceLoss | None, *, records: bool) -> Routes | None:
         """Return the routes of a pass; None if its routers just choose.
@@ -300,18 +302,18 @@ class ForwardPass:
 
 
 def iterate_micro_batches(
-    batch: Batch, tokens: int, by: Literal["rollout", "group"], device: torch.device
+    batch: Batch, tokens: int, by: Literal["rollout", "group"], device: torch.device, *, image_weight: int = 1
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of about `tokens` tokens on a device, each with the batch indices of its tokens and rollouts.
 
-    The order of rollouts may differ from the batch's.
+    The order of rollouts may differ from the batch's. image_weight: as for `micro_batches`.
     """
     index_columns = {
         TOKEN_OF_BATCH: Column(ColumnKind.TOKEN, torch.arange(batch.num_tokens, device=batch.device)),
         "_rollout_of_batch": Column(ColumnKind.UNIT, torch.arange(batch.num_rollouts, device=batch.device)),
     }
     indexed = batch.replace(extra={**batch.extra, **index_columns})
-    for micro in micro_batches(indexed, tokens, by):
+    for micro in micro_batches(indexed, tokens, by, image_weight=image_weight):
         yield micro.to(device), {column.kind: micro.extra[name].tensor.cpu() for name, column in index_columns.items()}
 
 

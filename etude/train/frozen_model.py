@@ -12,9 +12,10 @@ from torch import Tensor
 
 from etude.batch import Batch, ColumnKind, Pack
 from etude.data.pack import pack_prefix_tree
-from etude.models import Model, PackedAttention
+from etude.models import Model
 from etude.models.experts import count_loads
 from etude.train.forward import ForwardPass, MicroBatch, SharedPacks, iterate_micro_batches, iterate_passes, run_now
+from etude.train.images import PixelCache, compute_hidden
 
 if TYPE_CHECKING:
     from etude.train.fsdp import ShardedModel
@@ -52,10 +53,12 @@ class FrozenModel(ScoringModel):
         pack: Callable[[Batch], Pack] = pack_prefix_tree,
         disable_adapters: bool = False,
         compute_device: torch.device | None = None,
+        pixels: PixelCache | None = None,
     ) -> None:
         """temperature: the sampler's, which the policy's own log-probs use too. disable_adapters: the model is the
         policy, and computes without its adapters here. compute_device: the device of the passes, if the model is kept
         on another. For each call a copy goes there, or the shards themselves, which are otherwise in CPU memory.
+        pixels: of the images of batches, for a model that takes images.
         """
         self._sharded = None if isinstance(model, Model) else model
         self.model = model if isinstance(model, Model) else model.model
@@ -71,6 +74,7 @@ class FrozenModel(ScoringModel):
         self._pack = pack
         self._temperature = temperature
         self._compute_device = compute_device
+        self._pixels = pixels
         self._shared_packs: SharedPacks | None = None if self._sharded is None else self._sharded.split_tokens
 
     @property
@@ -108,7 +112,7 @@ class FrozenModel(ScoringModel):
     def _hidden(self, pack: Pack) -> Tensor:
         if self._shared_packs is not None:
             return self._shared_packs.hidden(pack)
-        return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
+        return compute_hidden(self.model, pack, self._pixels)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] → [N, V]: compute the logits."""
@@ -140,15 +144,24 @@ class FrozenModel(ScoringModel):
         """Yield passes on the compute device: of a copy, released at the end, or of the shards, which move back."""
         device = self._compute_device
         if device is None:
-            yield ForwardPass(self.model, self._pack, self._temperature, shared_packs=self._shared_packs, run=self._run)
+            yield self._forward(self.model)
         elif self._sharded is None:
             model = self.model.copy(device=device)
-            yield ForwardPass(model, self._pack, self._temperature)
+            yield ForwardPass(model, self._pack, self._temperature, pixels=self._pixels)
         else:
             self._sharded.to(device)
             try:
-                yield ForwardPass(
-                    self.model, self._pack, self._temperature, shared_packs=self._shared_packs, run=self._run
-                )
+                yield self._forward(self.model)
             finally:
                 self._sharded.to("cpu")
+
+    def _forward(self, model: Model) -> ForwardPass:
+        """Return passes of this model, by the ranks that hold it."""
+        return ForwardPass(
+            model,
+            self._pack,
+            self._temperature,
+            shared_packs=self._shared_packs,
+            run=self._run,
+            pixels=self._pixels,
+        )

@@ -38,6 +38,7 @@ from etude.train.context_parallel import refuse_undivided_heads
 from etude.train.device_mesh import ShardMeshes
 from etude.train.expert_parallel import choose_sharded_dimension, gather_experts, split_experts
 from etude.train.forward import ComputeFn, ForwardPass, ReferenceModel
+from etude.train.images import PixelCache
 from etude.train.optim import PRECISIONS, ShardedOptimizer
 from etude.train.split_tokens import SplitTokens
 from etude.train.tensor_parallel import split_layers, sum_whole_gradients, whole_tensor
@@ -278,6 +279,7 @@ class FsdpBackend:
         reference: ReferenceModel | None = None,
         option: str = "train",
         routes: RouteShape | None = None,
+        pixels: PixelCache | None = None,
     ) -> None:
         _check_options(sharded, config, option)
         self._sharded = sharded
@@ -290,7 +292,9 @@ class FsdpBackend:
         self.dtype = PRECISIONS[config.precision]
         if config.compile is True:
             self.model.compile_layers()
-        self.forward = ForwardPass(self.model, pack, temperature, reference, sharded.split_tokens, sharded.run, routes)
+        self.forward = ForwardPass(
+            self.model, pack, temperature, reference, sharded.split_tokens, sharded.run, routes, pixels
+        )
         self.optimizer = ShardedOptimizer(
             dict(self.model.trained_weights()),
             config,

@@ -36,6 +36,7 @@ from etude.train.expert_loads import ExpertLoads
 from etude.train.flops import ModelFlops
 from etude.train.forward import LISTED_BY, ROUTES, MicroBatch, ReferenceModel, iterate_micro_batches, iterate_passes
 from etude.train.fsdp import FsdpBackend
+from etude.train.images import PixelCache, image_weight
 from etude.train.local import LocalBackend
 from etude.train.memory import OffloadedTensors, peak_memory, total_memory
 from etude.train.optim import GradientWatcher, compute_learning_rate, local_part
@@ -93,10 +94,12 @@ class Learner:
         pack: Callable[[Batch], Pack] = pack_prefix_tree,
         reference: ReferenceModel | None = None,
         option: str = "train",
+        pixels: PixelCache | None = None,
     ) -> None:
         """temperature: the sampler's. steps: the number of updates in the learning-rate schedule; None for a learner
         that only annotates. peak: the device's operations per second, for the metric `mfu`. reference: the model whose
-        distributions an objective compares with. option: the configuration section that errors name."""
+        distributions an objective compares with. option: the configuration section that errors name. pixels: of the
+        images of batches, for a model that takes images."""
         self.model = model_of(model)
         _check_learner(self.model, config, temperature, steps, option)
         self.replay = RouterReplay(self.model, config, option)
@@ -106,6 +109,7 @@ class Learner:
             "reference": reference,
             "option": option,
             "routes": self.replay.shape,
+            "pixels": pixels,
         }
         self._backend: Backend = (
             LocalBackend(model, config, **options)
@@ -193,7 +197,7 @@ class Learner:
             scale = float(self._backend.optimizer.scale)
             balance = self.replay.balance(batch, self.ranks, scale)
             tokens, by = self._config.max_tokens_per_micro_batch, objective.split_unit
-            found = iterate_micro_batches(batch, tokens, by, self.model.device)
+            found = iterate_micro_batches(batch, tokens, by, self.model.device, image_weight=image_weight(self.model))
             micros = [micro for micro, _ in found if micro.num_rollouts]
             for index in range(self.ranks.all_max(len(micros))):
                 with self._backend.micro_pass(objective.forward_outputs(), backward=True):

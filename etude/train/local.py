@@ -15,6 +15,7 @@ from etude.models.routes import RouteShape
 from etude.observe import get_logger
 from etude.train.config import TrainConfig
 from etude.train.forward import ForwardPass, ReferenceModel
+from etude.train.images import PixelCache
 from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer
 
 
@@ -36,6 +37,7 @@ class LocalBackend:
         reference: ReferenceModel | None = None,
         option: str = "train",
         routes: RouteShape | None = None,
+        pixels: PixelCache | None = None,
     ) -> None:
         if model.dtype != PRECISIONS[config.precision]:
             raise ConfigError(
@@ -52,7 +54,7 @@ class LocalBackend:
         self.ranks: Ranks = SingleRank()
         self.all_ranks: Ranks = self.ranks
         self.ranks_per_rollout = 1
-        self.forward = ForwardPass(model, pack, temperature, reference, routes=routes)
+        self.forward = ForwardPass(model, pack, temperature, reference, routes=routes, pixels=pixels)
         self.optimizer = MixedPrecisionOptimizer(
             model.trained_weights(), config, model.take_float32_weights(), option=option
         )

@@ -281,3 +281,10 @@ def test_a_large_batch_packs_in_milliseconds() -> None:
         took.append(time.thread_time() - start)
     assert len(pack.ids) == 64 * 500 + 512 * 100
     assert min(took) < 0.1
+
+
+def test_tokens_of_images_may_count_as_several() -> None:
+    batch = with_images(batch_of([[[([7, 7, 1], [2])], [([7, 7, 1], [3])]]]), 0)
+    for weight, most in ((1, 5), (3, 9)):
+        assert len(micro_batches(batch, most, image_weight=weight)) == 1
+        assert len(micro_batches(batch, most - 1, image_weight=weight)) == 2

@@ -44,7 +44,7 @@ The options of each choice are beside its formula, as are those of `correction`,
 ELSEWHERE = ("advantage", "loss", "kl", "correction", "entropy", "overlong")
 """Options of a run that docs/reference/algorithms has."""
 SECTIONS = {
-    "models.md": ("Models", ("model", "lora", "chat", "reference", "teacher", "critic")),
+    "models.md": ("Models", ("model", "lora", "vision", "chat", "reference", "teacher", "critic")),
     "data.md": ("Data", ("data",)),
     "rewards.md": ("Rewards", ("reward", "judging")),
     "rollouts.md": ("Rollouts", ("sampling", "rollout", "collect", "env", "agent", "evaluate")),

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from etude.chat import Tokenizer
+from etude.checkpoint import ProcessorFiles
 from etude.config.env import cache_directory
 from etude.dispatch.machine import machine_id
 from etude.errors import ConfigError, CrewError, EngineError
@@ -66,9 +67,10 @@ class WeightPublisher:
         plan: SendPlan,
         base: Path | None = None,
         kept: int = KEPT,
+        processor: ProcessorFiles | None = None,
     ) -> None:
         """sleeps: the servers sleep while the policy is trained. base: the weights that the servers keep, if they get
-        only adapters. kept: the number of versions whose files stay."""
+        only adapters. kept: the number of versions whose files stay. processor: the image processor beside them."""
         self._crew = crew
         self._served = served
         self._directory = directory
@@ -77,6 +79,7 @@ class WeightPublisher:
         self._plan = plan
         self._base = base
         self._kept = kept
+        self._processor = processor
         self._one = threading.Lock()
 
     def __call__(self, version: int) -> Metrics:
@@ -110,7 +113,12 @@ class WeightPublisher:
             written = self._crew.call(PolicyWorker.write_adapter, where, self._base, names_of=self._plan.names_of)
         else:
             written = self._crew.call(
-                PolicyWorker.write_model, where, self._tokenizer, self._plan.untied, names_of=self._plan.names_of
+                PolicyWorker.write_model,
+                where,
+                self._tokenizer,
+                self._plan.untied,
+                names_of=self._plan.names_of,
+                processor=self._processor,
             )
         asyncio.run(self._served.load(where, version, running=self._plan.sync.running, timeout=self._plan.sync.timeout))
         for old in sorted(self._directory.iterdir())[: -self._kept]:
@@ -204,7 +212,15 @@ def serve_run(
             adapters = AdapterSpec(adapter_count(run.max_staleness), rank, modules)
         routes = crew.call(PolicyWorker.served_routes) if run.records_routes else None
         names_of = plan.names_of
-        crew.call(PolicyWorker.write_model, first, tokenizer_path, plan.untied, bare=adapters_only, names_of=names_of)
+        crew.call(
+            PolicyWorker.write_model,
+            first,
+            tokenizer_path,
+            plan.untied,
+            bare=adapters_only,
+            names_of=names_of,
+            processor=run.processor_files,
+        )
         dtype = DTYPES[run.train.precision]
         threads = run.rank_threads()
         logs = directory / SERVER_LOGS
@@ -225,7 +241,15 @@ def serve_run(
         ) as served:
             base, kept = (None, KEPT) if adapters is None else (first, adapters.held)
             publisher = WeightPublisher(
-                crew, served, weights, tokenizer_path, sleeps=sleeps, plan=plan, base=base, kept=kept
+                crew,
+                served,
+                weights,
+                tokenizer_path,
+                sleeps=sleeps,
+                plan=plan,
+                base=base,
+                kept=kept,
+                processor=run.processor_files,
             )
             if plan.ranks:
                 served.set_weight_reloader(publisher.update_server)

@@ -22,7 +22,7 @@ from etude.algorithms.corrections import measure_mismatch
 from etude.algorithms.losses.supervised import ValueLoss
 from etude.algorithms.support_metrics import measure_support
 from etude.batch import Batch
-from etude.checkpoint import export, export_adapter
+from etude.checkpoint import ProcessorFiles, export, export_adapter
 from etude.dispatch.machine import machine_id
 from etude.images import PromptImages
 from etude.models import adapter_config
@@ -339,19 +339,25 @@ class PolicyWorker(CheckpointedWorker):
 
     @dispatch_mode()
     def write_model(
-        self, directory: Path, tokenizer: Path, untied: bool, bare: bool = False, names_of: Path | None = None
+        self,
+        directory: Path,
+        tokenizer: Path,
+        untied: bool,
+        bare: bool = False,
+        names_of: Path | None = None,
+        processor: ProcessorFiles | None = None,
     ) -> int:
         """Write the policy as a model directory that a server loads, by one rank; return the bytes of its weights.
 
         untied: write the head as a separate weight, if it is tied to the embedding. bare: leave the adapters out.
-        names_of: see `SendPlan`.
+        names_of: see `SendPlan`. processor: the image processor, of a model that takes images.
         """
         model = self._learner.model
         config = model.config_dict() | ({"tie_word_embeddings": False} if untied and not bare else {})
         with self._collective(self._learner.base_weights()) if bare else self._server_weights(untied) as weights:
             if current_ranks().rank == 0:
                 named = self._names(names_of).publish(model.with_buffers(weights))
-                export(named, config, directory, tokenizer=tokenizer)
+                export(named, config, directory, tokenizer=tokenizer, processor=processor)
         return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
     @dispatch_mode()

@@ -83,7 +83,7 @@ class DryRunResult:
         assert path is not None, "a plan is of a model"
         with use_fake_tensors(MemoryTracker()):  # new adapters have memory
             model = create_on_meta(path, dtype=dtype, head=self.run.head)
-            model = choose_trained(model, self.run.lora, self.run.model.freeze, seed=self.run.seed)
+            model = _choose_trained(self.run)(model)
             layers = None if self.depth is None else self.depth.built
             sizes = create_empty(path, dtype=dtype, head=self.run.head, layers=layers).sizes
         return model.with_sizes(sizes if self.depth is None else self.depth.extend(sizes))
@@ -205,8 +205,12 @@ def build_policy(run: Recipe, mesh: ShardMeshes | None, layers: Layers = ALL_LAY
     """Build the model of a run as it is trained, with empty weights."""
     assert run.model.path is not None, "a plan is of a model"
     dtype = PRECISIONS[run.train.precision]
-    prepare = partial(choose_trained, lora=run.lora, freeze=run.model.freeze, seed=run.seed)
-    return build_model(run.model.path, dtype, mesh, layers, head=run.head, prepare=prepare)
+    return build_model(run.model.path, dtype, mesh, layers, head=run.head, prepare=_choose_trained(run))
+
+
+def _choose_trained(run: Recipe) -> Callable[[Model], Model]:
+    """Return the function that attaches adapters to a run's model and freezes parts."""
+    return partial(choose_trained, lora=run.lora, freeze=run.model.freeze, tower=run.trains_tower, seed=run.seed)
 
 
 def _freeze(model: Model) -> Model:

@@ -22,6 +22,7 @@ from etude.rollout import TorchEngine
 from etude.train import FrozenModel, Learner, RoutedModels, ScoringModel, device_mesh
 from etude.train.backend import HeldModel, model_of
 from etude.train.device_mesh import ShardMeshes
+from etude.train.images import PixelCache
 from etude.train.optim import PRECISIONS
 from etude.train.sharded_loading import load_sharded
 
@@ -65,6 +66,8 @@ class AuxiliaryLoader:
     run: Recipe
     policy: HeldModel
     mesh: ShardMeshes | None = None
+    pixels: PixelCache | None = None
+    """The pixels of images for the policy; None if it takes text alone."""
 
     @property
     def _model(self) -> Model:
@@ -80,7 +83,7 @@ class AuxiliaryLoader:
         run = self.run
         if path is None and run.lora.rank:
             tokens = run.train.max_tokens_per_micro_batch
-            return FrozenModel(self.policy, tokens, temperature=temperature, disable_adapters=True)
+            return FrozenModel(self.policy, tokens, temperature=temperature, disable_adapters=True, pixels=self.pixels)
         full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
         return self.load_frozen("reference", path, temperature, keep_resident=full_kl)
 
@@ -140,7 +143,26 @@ class AuxiliaryLoader:
             frozen = load_sharded(where, self.mesh, dtype=dtype, device=home, prepare=prepare)
         compute_device = policy.device if offloaded else None
         tokens = run.train.max_tokens_per_micro_batch
-        return FrozenModel(frozen, tokens, temperature=temperature, compute_device=compute_device)
+        pixels = self._pixels_of(role, where, model_of(frozen))
+        return FrozenModel(frozen, tokens, temperature=temperature, compute_device=compute_device, pixels=pixels)
+
+    def _pixels_of(self, role: str, where: Path, model: Model) -> PixelCache | None:
+        """Return the pixels of images for another model, which reads the images of the policy's rows."""
+        if self.pixels is None:
+            return None
+        if not model.has_vision:
+            raise ConfigError(
+                f"The {role} in {where} takes no images, and the policy does. Give one of the same family."
+            )
+        own = PixelCache.load(where, self.run.max_pixels)
+        if own.reader == self.pixels.reader:
+            return self.pixels
+        if own.reader.layout != self.pixels.reader.layout:
+            raise ConfigError(
+                f"The {role} in {where} has another number of tokens for an image than the policy: the settings of "
+                "their image processors differ. Give one of the same family and settings."
+            )
+        return own
 
     def _model_directory(self, option: str, path: Path | None) -> Path:
         """Return the directory of an option's model: the policy's own, unless another is named."""
@@ -192,6 +214,13 @@ class AuxiliaryLoader:
             )
 
 
+def load_pixels(run: Recipe, policy: HeldModel) -> PixelCache | None:
+    """Return the pixels of images for a run's policy; None if it takes text alone."""
+    if not model_of(policy).has_vision or run.model.path is None:
+        return None
+    return PixelCache.load(run.model.path, run.max_pixels)
+
+
 def build_policy_worker(
     run: Run,
     policy: HeldModel,
@@ -200,8 +229,12 @@ def build_policy_worker(
     reference: FrozenModel | None = None,
     teacher: ScoringModel | None = None,
     critic: HeldModel | None = None,
+    pixels: PixelCache | None = None,
 ) -> PolicyWorker:
-    """Build the policy worker from loaded models. Policy and critic are trained, each by its own options."""
+    """Build the policy worker from loaded models. Policy and critic are trained, each by its own options.
+
+    pixels: of the images of rows, for a policy that takes images.
+    """
     warmup, updates = run.critic.warmup if critic is not None else 0, run.mini_batches * run.ppo_epochs
     learner = Learner(
         policy,
@@ -210,6 +243,7 @@ def build_policy_worker(
         steps=(run.steps - warmup) * updates,
         peak=measure_peak_flops(PRECISIONS[run.train.precision], model_of(policy).device),
         reference=reference if "full_kl" in run.forward_outputs() else None,
+        pixels=pixels,
     )
     critic_learner = None
     if critic is not None:

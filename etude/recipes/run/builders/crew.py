@@ -12,7 +12,12 @@ from etude.chat import ChatRenderer
 from etude.dispatch import LocalCrew
 from etude.protocols import Crew
 from etude.recipes.run.builders import lengths
-from etude.recipes.run.builders.auxiliary_models import AuxiliaryLoader, build_mesh, build_policy_worker
+from etude.recipes.run.builders.auxiliary_models import (
+    AuxiliaryLoader,
+    build_mesh,
+    build_policy_worker,
+    load_pixels,
+)
 from etude.recipes.run.builders.policy import PolicyLoader, build_chat_renderer
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import RANK_LOGS
@@ -89,7 +94,8 @@ class RankBuilder:
     def build_worker(self, policy: HeldModel, engine: TorchEngine | None, mesh: ShardMeshes | None) -> PolicyWorker:
         """Build the policy worker with its auxiliary models."""
         run = self.run
-        auxiliary = AuxiliaryLoader(run, policy, mesh)
+        pixels = load_pixels(run, policy)
+        auxiliary = AuxiliaryLoader(run, policy, mesh, pixels)
         temperature = run.sampling.temperature
         reference = teacher = critic = None
         if run.uses_reference:
@@ -98,7 +104,9 @@ class RankBuilder:
             teacher = auxiliary.load_teacher(run.teacher, temperature)
         if run.uses_critic:
             critic = auxiliary.load_critic(run.critic)
-        return build_policy_worker(run, policy, engine, reference=reference, teacher=teacher, critic=critic)
+        return build_policy_worker(
+            run, policy, engine, reference=reference, teacher=teacher, critic=critic, pixels=pixels
+        )
 
     def _build_engine(self, policy: HeldModel, mesh: ShardMeshes | None) -> TorchEngine:
         run = self.run

@@ -33,13 +33,33 @@ def load_policy(run: Recipe) -> tuple[Model, ChatRenderer]:
     return PolicyLoader(run, chat.tokenizer).load(run.compute_device()), chat
 
 
-def choose_trained(model: Model, lora: LoraAdapterConfig, freeze: Sequence[str], *, seed: int) -> Model:
-    """Return the model with its adapters attached, and these parts frozen."""
+def choose_trained(
+    model: Model, lora: LoraAdapterConfig, freeze: Sequence[str], *, tower: bool = False, seed: int
+) -> Model:
+    """Return the model with its adapters attached, and these parts frozen. tower: train that of a vision model."""
     if lora.is_enabled:
         model = adapt(model, lora, seed=seed)
+        _check_adapted_tower(model, tower)
+    elif not tower:
+        model.freeze_tower()
     if freeze:
         model.freeze(freeze)
     return model
+
+
+def _check_adapted_tower(model: Model, tower: bool) -> None:
+    """Refuse adapters in a tower that is not trained, and a trained tower without adapters."""
+    adapted = any(weight.requires_grad for weight in model.tower_weights.values())
+    if adapted and not tower:
+        raise ConfigError(
+            "`lora.targets` names layers of the vision tower, and the tower is not trained. Set `vision.train=true`, "
+            "or name layers of the text part."
+        )
+    if tower and not adapted:
+        raise ConfigError(
+            "`vision.train=true` trains the vision tower, and with `lora` only layers with adapters are trained; the "
+            "tower has none. Name some of its layers in `lora.targets`, or leave `vision.train` out."
+        )
 
 
 @dataclass(frozen=True)
@@ -79,4 +99,4 @@ class PolicyLoader:
                 f"The tokenizer in {self.tokenizer.directory} has {self.tokenizer.vocab_size} tokens, and the model in "
                 f"{run.model.path} knows {model.vocab_size}: they belong to different models. {remedy}"
             )
-        return choose_trained(model, run.lora, run.model.freeze, seed=run.seed)
+        return choose_trained(model, run.lora, run.model.freeze, tower=run.trains_tower, seed=run.seed)

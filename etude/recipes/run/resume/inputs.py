@@ -16,6 +16,7 @@ from typing import Any
 from etude.data.files import split_source
 from etude.errors import RunError
 from etude.integrity import read_json, write_json
+from etude.models.vision_types import has_tower
 from etude.observe import get_logger
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
@@ -84,7 +85,9 @@ class RunInputs:
 
     def check_base_model(self) -> None:
         """Refuse a changed base model, of which a run trained only a part: adapters, or all but its frozen weights."""
-        if not (self._run.lora.is_enabled or self._run.model.freeze):
+        run = self._run
+        frozen_tower = not run.trains_tower and run.model.path is not None and has_tower(run.model.path)
+        if not (run.lora.is_enabled or run.model.freeze or frozen_tower):
             return
         if changed := self._changed_model_files():
             raise RunError(

@@ -26,6 +26,7 @@ from etude.recipes.run.rules.router_replay import check_router_replay
 from etude.recipes.run.rules.stale_data import check_stale_ratios, check_staleness
 from etude.recipes.run.rules.token_sets import check_token_sets
 from etude.recipes.run.rules.turns import check_turns
+from etude.recipes.run.rules.vision import check_vision
 from etude.rewards import BySourceReward, CombinedReward, NoReward, RewardFunction
 from etude.rollout import ServerConfig, TorchEngineConfig
 
@@ -79,6 +80,7 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
         check_staleness,
         _check_algorithm_options,
         check_placement,
+        check_vision,
     ):
         yield from problems_of(check, run)
     yield from problems_of(check_engine, run.train.choose_engine(run.ranks), run.critic, run.placement)

@@ -1,0 +1,44 @@
+"""Refuses options of images for a model of text, and options that do not go with a vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from etude.config.together import problems_of, told_together
+from etude.errors import ConfigError
+from etude.images import read_image_layout
+from etude.models import VisionConfig
+from etude.models.vision_types import has_tower
+from etude.recipes.run.config import Run
+
+
+@told_together
+def check_vision(run: Run) -> Iterator[ConfigError]:
+    """Refuse what the tower of the run's model does not go with; the model's directory is read."""
+    where = run.model.path
+    if where is None or not where.is_dir():
+        return
+    changed = [name for name in VisionConfig.model_fields if getattr(run.vision, name) != getattr(VisionConfig(), name)]
+    if not has_tower(where):
+        if changed:
+            yield ConfigError(
+                f"`vision.{changed[0]}` is for a model that takes images, and the model in {where} takes text alone. "
+                "Give a vision-language model, or leave it out."
+            )
+        return
+    yield from problems_of(partial(read_image_layout, where, run.vision.max_pixels))
+    if run.uses_critic:
+        yield ConfigError(
+            "This run's algorithm trains a critic, and a critic of a vision-language model is not supported. Choose "
+            "one without, such as `grpo`."
+        )
+    for name in ("tensor", "context", "expert"):
+        size = getattr(run.mesh, name)
+        if size > 1:
+            yield ConfigError(f"`mesh.{name}={size}` does not split a model with a vision tower. Set `mesh.{name}=1`.")
+    if run.vision.train and run.train.choose_engine(run.ranks) == "fsdp":
+        yield ConfigError(
+            "`vision.train=true` trains the tower on the engine `local` alone. Set `train.engine=local`, or leave it "
+            "out."
+        )

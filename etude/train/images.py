@@ -1,0 +1,96 @@
+"""The images of a training pass: their bytes become pixels, and pixels features, each image once a pass.
+
+    bytes ──► pixels, kept while there is room ──► tower ──► features ──► tokens of every row that shows the image
+
+If the tower is frozen, autograd records nothing of it: the rows that share an image then share its features at the
+price of one forward pass.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.batch import ImageContent, Pack, PackImages
+from etude.errors import BatchError
+from etude.images.decoding import open_image
+from etude.images.pixels import PixelReader, Pixels
+from etude.models import Model, PackedAttention
+from etude.models.vision import PassImages, axes_positions, place_features
+
+MAX_PIXEL_BYTES = 512 * 2**20
+"""The most bytes of pixels that are kept from pass to pass."""
+
+
+class PixelCache:
+    """The pixels of images for one model, made from their bytes. The ones used last are kept."""
+
+    def __init__(self, reader: PixelReader, max_bytes: int = MAX_PIXEL_BYTES) -> None:
+        self.reader = reader
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, Pixels] = OrderedDict()
+        self._bytes = 0
+
+    @classmethod
+    def load(cls, directory: Path, max_pixels: int | None = None) -> PixelCache:
+        """Return the cache of the model in a directory. max_pixels: as for `read_image_layout`."""
+        return cls(PixelReader.load(directory, max_pixels))
+
+    def read(self, image: ImageContent) -> Pixels:
+        """Return the pixels of an image of a batch."""
+        pixels = self._kept.pop(image.digest, None)
+        if pixels is None:
+            pixels = self.reader.read(open_image(image.read()))
+            self._bytes += pixels.num_bytes
+        self._kept[image.digest] = pixels
+        while self._bytes > self._max_bytes and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= oldest.num_bytes
+        return pixels
+
+
+def image_weight(model: Model) -> int:
+    """Return the tokens that an image token counts as in an update: a trained tower keeps activations too."""
+    return 2 if any(weight.requires_grad for weight in model.tower_weights.values()) else 1
+
+
+def compute_hidden(model: Model, pack: Pack, pixels: PixelCache | None) -> Tensor:
+    """[P, H]: compute the final hidden states of a pack, with the features of its images; differentiable.
+
+    pixels: None for a model that takes text alone, or that is given rows without images.
+    """
+    if pack.images is None:
+        return model.hidden(pack.ids, pack.positions, PackedAttention(pack))
+    if pixels is None or not model.has_vision:
+        raise BatchError(
+            f"The rows show {len(pack.images.contents)} images, and this model takes text alone. Give a "
+            f"vision-language model, or rows without images."
+        )
+    positions, images = _encode(model, pack, pack.images, [pixels.read(each) for each in pack.images.contents])
+    return model.hidden(pack.ids, positions, PackedAttention(pack), images)
+
+
+def _encode(model: Model, pack: Pack, shown: PackImages, pixels: list[Pixels]) -> tuple[Tensor, PassImages]:
+    """Return the positions of a pack's tokens, and the features that some of them take."""
+    image = shown.image.cpu().numpy()
+    feature = shown.feature.cpu().numpy()
+    counts = [each.features for each in pixels]
+    beyond = np.flatnonzero((image >= 0) & (feature >= np.array(counts)[image]))
+    if len(beyond):
+        index = int(image[beyond[0]])
+        raise BatchError(
+            f"The image {shown.contents[index].digest[:12]} gives {counts[index]} features here, and a row has a token "
+            f"for feature {int(feature[beyond[0]]) + 1}. The row was made with other settings of the image processor. "
+            f"Train with the `vision.max_pixels` and the processor that it was made with."
+        )
+    tokens, rows = (torch.from_numpy(each).to(model.device) for each in place_features(image, feature, counts))
+    positions = pack.positions
+    grids = [each.grid for each in pixels if each.grid is not None]
+    if grids:
+        axes = axes_positions(image, feature, grids, pack.offsets.tolist(), pack.parent.tolist())
+        positions = torch.from_numpy(axes).to(model.device)
+    return positions, PassImages(model.encode_images(pixels), tokens, rows)
