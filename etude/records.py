@@ -321,9 +321,12 @@ class Task(FrozenRecord):
     fields: Mapping[str, Json]
     source: str = ""
     """The data source of the task. Evaluation reports scores by source."""
+    images: Mapping[str, bytes] = field(default_factory=dict, repr=False, compare=False)
+    """The bytes of images that its fields name, by digest, until they are in the store."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", dict(self.fields))
+        object.__setattr__(self, "images", dict(self.images))
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.fields:

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.errors import ChatError
+from etude.images.addresses import find_address
 from etude.records import ContentPart, Message, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -156,12 +157,16 @@ def _parse_content(content: Any) -> str | tuple[ContentPart, ...]:
 
 
 def _parse_part(data: Mapping[str, Any]) -> ContentPart:
-    """Parse `{"type": "text", "text": …}`, `{"type": "image", "url": …}`, or OpenAI's `image_url`."""
+    """Parse `{"type": "text", "text": …}`, `{"type": "image", "url": …}`, or OpenAI's `image_url`. An address with a
+    size, as tasks have it, is an image in the store."""
     kind = str(data.get("type", "text"))
     if kind == "text":
         return ContentPart("text", text=str(data.get("text", "")))
     address = data.get("url") or data.get(kind) or ""
-    return ContentPart(kind.removesuffix("_url"), url=str(address["url"] if isinstance(address, Mapping) else address))
+    url = str(address["url"] if isinstance(address, Mapping) else address)
+    kind = kind.removesuffix("_url")
+    stored = find_address(url) if kind == "image" else None
+    return ContentPart(kind, url=url) if stored is None else ContentPart(kind, image=stored)
 
 
 def _part_to_dict(part: ContentPart, addresses: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Files with verl's or TRL's columns need no options: `prompt` (text or messages) and an answer in
 `reward_model.ground_truth`, `ground_truth`, `answer` or `solution`. `data_source`, `ability` and `extra_info` are
 optional. `DatasetColumns` names other columns. A task has every column of its row under its own name. Besides them it
-always has `prompt`, `ground_truth`, `extra_info` and `row`.
+always has `prompt`, `ground_truth`, `extra_info` and `row`. Images are in `images` or in the prompt (`task_images`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from etude.config import Config
 from etude.data.files import DATA_SOURCE_COLUMN, RowSource, column_paths, lookup, missing_column
 from etude.data.prompts import check_prompt
 from etude.data.table import DatasetLike, RowTable, open_sources
+from etude.data.task_images import IMAGE_COLUMNS, TaskImages, find_image_column
 from etude.errors import ChatError, DataError
 from etude.observe import Max, Metrics, Sum
 from etude.records import Task
@@ -68,13 +69,18 @@ class Dataset(RowTable):
         prompt = (
             self._require_column(values, self._columns.prompt, row) if self._requires_prompt else values.get("prompt")
         )
+        images = TaskImages(self.location(row), self.directory(row))
+        column = find_image_column(values)
+        prompt, shown = images.place(prompt, values.get(column), as_messages=self._requires_prompt)
+        replaced = {"prompt": prompt, column: shown}
+        values = {name: replaced[name] if name in replaced else images.read_all(values[name]) for name in values}
         fields = values | {
             "prompt": check_prompt(prompt, self.location(row)) if self._requires_prompt else prompt,
             "ground_truth": self._ground_truth(values, row),
             "extra_info": values.get("extra_info") or {},
             "row": row,
         }
-        return Task(ordinal, fields, self._data_source(values, row))
+        return Task(ordinal, fields, self._data_source(values, row), images.contents)
 
     def sources(self) -> list[str]:
         """Return the data source of each row."""
@@ -90,8 +96,10 @@ class Dataset(RowTable):
         `filter` leaves rows with longer prompts out, and row numbers then skip them. `truncate` keeps them:
         `DataConfig.truncate` cuts their first tokens later. `error` raises an error that names the first.
         """
-        values = self.column(self._columns.prompt)
-        lengths = np.array([self._length(row, value, prompt_ids) for row, value in enumerate(values)], dtype=np.int64)
+        prompts, *images = (self.column(name) for name in (self._columns.prompt, *IMAGE_COLUMNS))
+        values = zip(prompts, zip(*images, strict=True), strict=True)
+        lengths = np.array([self._length(row, *each, prompt_ids) for row, each in enumerate(values)], dtype=np.int64)
+        self._check_cuts(lengths > max_prompt_length if overlong == "truncate" else np.zeros(len(lengths), np.bool_))
         fits = lengths <= max_prompt_length
         if overlong == "error" and not fits.all():
             first = int(np.argmin(fits))
@@ -116,11 +124,23 @@ class Dataset(RowTable):
             return self, counts
         return self.select(fits), counts
 
-    def _length(self, row: int, prompt: Any, prompt_ids: PromptIds) -> int:
+    def _length(self, row: int, prompt: Any, images: Sequence[Any], prompt_ids: PromptIds) -> int:
+        """Return the number of tokens of a prompt, with those of its images."""
         try:
-            return len(prompt_ids(check_prompt(prompt, self.location(row))))
+            reader = TaskImages(self.location(row), self.directory(row))
+            placed, _ = reader.place(prompt, next(filter(None, images), None))
+            return len(prompt_ids(check_prompt(placed, self.location(row))))
         except ChatError as error:
             raise DataError(f"{self.location(row)}: {error}") from error
+
+    def _check_cuts(self, cut: NDArray[np.bool_]) -> None:
+        """Refuse to cut a prompt with images. cut: of each row, whether its prompt is cut."""
+        for row in np.flatnonzero(cut).tolist():
+            if self.task(row, row).images:
+                raise DataError(
+                    f"{self.location(row)} has a prompt with images that is too long, and images cannot be cut. Allow "
+                    "more tokens, or leave such rows out (`filter`)."
+                )
 
     # -- columns ------------------------------------------------------------------------------------------------------
 

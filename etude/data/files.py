@@ -20,6 +20,7 @@ from uuid import UUID
 import numpy as np
 
 from etude.errors import ConfigError, DataError
+from etude.images.encoding import find_data_url
 from etude.lazy import LazyModule
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class RowSource(Protocol):
 
     name: str
     """The name of the file in errors."""
+    directory: Path | None
+    """The directory that paths of images lead into; None for rows without a file."""
 
     def __len__(self) -> int: ...
 
@@ -55,8 +58,9 @@ class RowSource(Protocol):
 class ArrowRows(RowSource):
     """The rows of an Arrow table."""
 
-    def __init__(self, name: str, table: pa.Table) -> None:
+    def __init__(self, name: str, table: pa.Table, directory: Path | None = None) -> None:
         self.name = name
+        self.directory = directory
         self._table = table
 
     def __len__(self) -> int:
@@ -80,7 +84,8 @@ class ArrowRows(RowSource):
         return [self._to_plain(value, path, start + i) for i, value in enumerate(values)]
 
     def _to_plain(self, value: Any, column: str, index: int) -> Any:
-        """Return a value as JSON: dates and decimals become text, and bytes are refused."""
+        """Return a value as JSON: dates and decimals become text, and the bytes of images data URLs. Other bytes are
+        refused."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, list):
@@ -99,8 +104,9 @@ class ArrowRows(RowSource):
 class JsonRows(RowSource):
     """The rows of JSON data, kept as JSON text."""
 
-    def __init__(self, name: str, texts: pa.ChunkedArray) -> None:
+    def __init__(self, name: str, texts: pa.ChunkedArray, directory: Path | None = None) -> None:
         self.name = name
+        self.directory = directory
         self._texts = texts
 
     def __len__(self) -> int:
@@ -120,6 +126,7 @@ class NamedRows(RowSource):
 
     def __init__(self, source: str, rows: RowSource) -> None:
         self.name = rows.name
+        self.directory = rows.directory
         self._source = source
         self._rows = rows
 
@@ -194,7 +201,7 @@ def read_rows(path: Path) -> RowSource:
         raise DataError(f"{path} cannot be read as {suffix}: {error}. Write the file again.") from error
 
 
-def rows_from_iterable(items: Iterable[Any], name: str) -> RowSource:
+def rows_from_iterable(items: Iterable[Any], name: str, directory: Path | None = None) -> RowSource:
     """Read the rows of a Python iterable of mappings, once and to its end."""
 
     def texts() -> Iterator[str]:
@@ -212,11 +219,13 @@ def rows_from_iterable(items: Iterable[Any], name: str) -> RowSource:
                     f"mappings: leave other columns out."
                 ) from error
 
-    return JsonRows(name, _to_chunks(texts()))
+    return JsonRows(name, _to_chunks(texts()), directory)
 
 
 def _to_json_value(value: Any) -> Any:
-    """Convert values of Arrow, NumPy and Python that JSON does not have."""
+    """Convert values of Arrow, NumPy, Pillow and Python that JSON does not have."""
+    if (url := find_data_url(value)) is not None:
+        return url
     if isinstance(value, datetime | date | time):
         return value.isoformat()
     if isinstance(value, Decimal | UUID | timedelta):
@@ -254,7 +263,7 @@ def _read_csv(path: Path) -> RowSource:
     with pacsv.open_csv(path, parse_options=parsing) as reader:
         columns = reader.schema.names
     text = pacsv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string()), strings_can_be_null=False)
-    return ArrowRows(str(path), pacsv.read_csv(path, parse_options=parsing, convert_options=text))
+    return ArrowRows(str(path), pacsv.read_csv(path, parse_options=parsing, convert_options=text), path.parent)
 
 
 def _read_json_lines(path: Path) -> RowSource:
@@ -267,7 +276,7 @@ def _read_json_lines(path: Path) -> RowSource:
                     _check_row(line, f"{path}, line {number}")
                     yield line
 
-    return JsonRows(str(path), _to_chunks(texts()))
+    return JsonRows(str(path), _to_chunks(texts()), path.parent)
 
 
 def _read_json(path: Path) -> RowSource:
@@ -280,7 +289,7 @@ def _read_json(path: Path) -> RowSource:
             rows: Sequence[Any] | Mapping[str, Any] = json.load(file)
         except json.JSONDecodeError as error:
             raise DataError(f"{path} is not JSON: {error}. Write the file again.") from error
-    return rows_from_iterable([rows] if isinstance(rows, Mapping) else rows, str(path))
+    return rows_from_iterable([rows] if isinstance(rows, Mapping) else rows, str(path), path.parent)
 
 
 def _is_multiline(first: str) -> bool:
@@ -306,7 +315,7 @@ def _check_row(text: str, where: str) -> None:
 
 
 READERS: dict[str, Callable[[Path], RowSource]] = {
-    ".parquet": lambda path: ArrowRows(str(path), pq.read_table(path, memory_map=True)),
+    ".parquet": lambda path: ArrowRows(str(path), pq.read_table(path, memory_map=True), path.parent),
     ".jsonl": _read_json_lines,
     ".jsonl.gz": _read_json_lines,
     ".json": _read_json,
@@ -330,4 +339,4 @@ def _read_saved_dataset(path: Path) -> RowSource:
     if missing:
         raise DataError(f"The data `{path}` is not whole: `{missing[0].name}` is missing. Save it again.")
     tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
-    return ArrowRows(str(path), pa.concat_tables(tables))
+    return ArrowRows(str(path), pa.concat_tables(tables), path)

@@ -48,6 +48,10 @@ class RowTable:
         source, index = self._locate(row)
         return f"{source.name}, row {index}"
 
+    def directory(self, row: int) -> Path | None:
+        """Return the directory that paths of a row's images lead into; None if its data are no file."""
+        return self._locate(row)[0].directory
+
     def column(self, path: str) -> Iterator[Any]:
         """Yield a column of all rows, read in chunks; None for a row without it."""
         selected = np.full(self._ends[-1], self._indices is None)

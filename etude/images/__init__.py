@@ -1,6 +1,8 @@
 """Images of prompts: bytes with a hash, and the tokens that take their features.
 
 spans        an image by its hash, the places of its tokens in a prompt, and ids that tell images apart
+addresses    images as text: an address in the store, or a data URL
+encoding     images of programs as data URLs
 layouts      the tokens of an image in each family of models
 decoding     encoded images: what may come in, and the one decoder
 pixels       the arrays that a model's vision tower takes

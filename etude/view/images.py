@@ -13,11 +13,11 @@ from typing import Any
 from urllib.parse import urlencode
 
 from etude.errors import NotFoundError
-from etude.images.decoding import media_type
+from etude.images.addresses import media_type
 from etude.store import Journal, TaskState
 
 _IMAGE = re.compile(r"data:(image/(?:png|jpeg|webp|gif));base64,([A-Za-z0-9+/]+={0,2})")
-_STORED = re.compile(r"image:([0-9a-f]{64})")
+_STORED = re.compile(r"image:([0-9a-f]{64})(?:;[0-9]+x[0-9]+)?")
 
 
 def split_images(task: TaskState) -> tuple[dict[str, Any], list[str]]:

@@ -12,7 +12,8 @@ from PIL import Image
 
 from etude.errors import ImageError
 from etude.images import ImageRef, image_digest
-from etude.images.decoding import ImageLimits, inspect_image, media_type, open_image
+from etude.images.addresses import media_type
+from etude.images.decoding import ImageLimits, inspect_image, open_image
 from tests.images.processors import picture
 
 LIMITS = ImageLimits(max_bytes=2**20)

@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from etude.errors import CollectionError
+from etude.errors import CollectionError, DataError, ImageError
 from etude.observe import Metrics
 from etude.recipes.collect.agent_statistics import AgentStatistics, RewardedBy
 from etude.recipes.collect.rollout_ends import FailedReward, failure, read_end, read_turns, rollout_end
 from etude.recipes.collect.rollouts import PlayedRollout
 from etude.records import Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
+from etude.rewards.base import describe_task
 from etude.store import AttemptRewarded, Journal, RolloutState, Status
 from etude.store.queue.checks import limits_of
 from etude.store.queue.rollout_queue import (
@@ -90,6 +91,7 @@ class RequestedRollouts:
         for id in ids:
             self._pending.setdefault(id, loop.create_future())
         known = self._journal.load_states(RolloutState, ids)
+        await asyncio.gather(*(self._store_images(request.task) for request in wanted if request.task.images))
         await self._queue.enqueue([self._complete(request, known) for request in wanted])
         for state in known.values():  # one that ended before the request is not reported again
             if state.status not in (Status.QUEUED, Status.RUNNING):
@@ -151,6 +153,13 @@ class RequestedRollouts:
             self._lost.setdefault(state.id, []).append(played)
 
     # -- helpers ------------------------------------------------------------------------------------------------------
+
+    async def _store_images(self, task: Task) -> None:
+        """Store the images that a task names, before the journal has the task. One that cannot be read is an error."""
+        try:
+            await self._queue.put_images(list(task.images.values()))
+        except ImageError as error:
+            raise DataError(f"Row {task.get('row')} of the data ({describe_task(task)}): {error}") from error
 
     def _complete(self, request: RolloutRequest, known: Mapping[int, RolloutState]) -> RolloutRequest:
         """Return a request with its limits; a rollout that was requested before keeps those that it had."""

@@ -10,7 +10,7 @@ that is the object store. The controller keeps only a few numbers of each, and b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,14 @@ class IssuedTasks:
         self._tasks: dict[int, Task] = {}
 
     def task(self, ordinal: int) -> Task:
-        """Return the task of an ordinal: one that was issued before, or the next in the run's order."""
+        """Return the task of an ordinal: one that was issued before, or the next in the run's order.
+
+        Only a task that was not issued before has the bytes of its images: the caller stores them.
+        """
         if ordinal not in self._tasks:
-            self._tasks[ordinal] = self._dataset.task(self.order.advance_to(ordinal), ordinal)
+            task = self._dataset.task(self.order.advance_to(ordinal), ordinal)
+            self._tasks[ordinal] = replace(task, images={})
+            return task
         return self._tasks[ordinal]
 
     def replay(self, tasks: Iterable[TaskState]) -> None:

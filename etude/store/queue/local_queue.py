@@ -37,7 +37,8 @@ from typing import Any, TypeVar
 
 from etude.errors import DataError, EtudeError, NotFoundError, StoreError
 from etude.images import ImageRef, image_digest
-from etude.images.decoding import ImageLimits, inspect_image, media_type
+from etude.images.addresses import media_type
+from etude.images.decoding import ImageLimits, inspect_image
 from etude.records import Turn
 from etude.running_time import running_time
 from etude.store.journal.events import (

@@ -8,16 +8,22 @@ from dataclasses import replace
 
 import pytest
 
-from etude.errors import CollectionError
+from etude.data import Dataset
+from etude.data.sampler import ShuffledSampler
+from etude.errors import CollectionError, DataError
+from etude.images import ImageRef, image_digest
+from etude.images.addresses import image_address
 from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.agent_runners import AgentRunners
 from etude.recipes.collect.requested import RequestedRollouts
 from etude.recipes.collect.rollout_ends import read_end
+from etude.recipes.collect.rollouts import IssuedTasks
 from etude.records import Outcome, Task
 from etude.rewards import Gsm8k, Judge
 from etude.store import Journal, Status, open_store
 from etude.store.queue.local_queue import LOCAL_OWNER, LocalRolloutQueue
 from etude.store.queue.rollout_queue import AttemptReport, RolloutLimits, RolloutPurpose, RolloutRequest
+from tests.data.test_task_images import png
 from tests.recipes.collect.test_sources import outcomes
 from tests.store.made import turn
 
@@ -93,6 +99,31 @@ def test_failures_from_before_the_agent_s_code_changed_do_not_count(code_changed
             with pytest.raises(CollectionError, match="has stopped making rollouts"):
                 await rollouts.start([RolloutRequest(SUM, id=0)])
             await queue.close()
+
+    with closing(open_store()) as store:
+        asyncio.run(story(store))
+
+
+def test_the_images_of_a_task_are_stored_before_it_is_issued() -> None:
+    whole, cut = png("red"), png("blue")[:45]
+    data = Dataset.load([{"prompt": "<image>?", "images": [{"bytes": image, "path": None}]} for image in (whole, cut)])
+    tasks = IssuedTasks(data, ShuffledSampler().start(2, seed=0))
+    first, second = sorted((tasks.task(0), tasks.task(1)), key=lambda task: int(task["row"]))
+    assert first.images == {image_digest(whole): whole} and not tasks.task(first.ordinal).images
+
+    async def story(store: Journal) -> None:
+        queue = await opened(store)
+        with Judge(Gsm8k()) as judge:
+            rollouts = requested(queue, judge)
+            await rollouts.start([RolloutRequest(first, sample, sample) for sample in range(2)])
+            assert await queue.get_images(list(first.images)) == first.images
+            (claim,) = await queue.claim("runner", 1, 5.0)
+            assert claim.task.fields["images"] == [image_address(ImageRef(image_digest(whole), 3, 2))]
+            with pytest.raises(DataError, match=r"^Row 1 of the data \(task [01]\): The image cannot be read: .*trunc"):
+                await rollouts.start([RolloutRequest(second, 0, 7)])
+            assert len(store.tasks()) == 1
+            await rollouts.close()
+        await queue.close()
 
     with closing(open_store()) as store:
         asyncio.run(story(store))
