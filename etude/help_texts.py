@@ -305,10 +305,10 @@ RUNNER = """\
 examples:
   ETUDE_STORE_KEY=$(cat runs/mine/runner.key) etude runner my_agent.py:solve \\
       --url http://127.0.0.1:8700
+  ETUDE_STORE_KEY=… etude runner hub --url http://trainer:8700    # the run's env.hub
 
-The key is read from ETUDE_STORE_KEY alone: other users of this machine can see
-the command line. The first Ctrl-C waits for the attempts in progress, the
-second cancels them."""
+The key is read from ETUDE_STORE_KEY alone: others can see the command line. The
+first Ctrl-C waits for attempts in progress, the second cancels them."""
 
 STORE = """\
 examples:

@@ -28,6 +28,13 @@ def _runner(arguments: argparse.Namespace) -> None:
     from etude.observe import configure_logging
 
     configure_logging("info")
+    if arguments.agent == "hub":
+        from etude.recipes.agents.hub_runner import join_hub
+
+        join_hub(arguments.url, python=arguments.python, workers=arguments.workers, name=arguments.name, n=arguments.n)
+        return
+    if arguments.python is not None or arguments.workers != 1:
+        raise ConfigError("`--python` and `--workers` are for `etude runner hub`. Leave them out for an agent.")
     join_store(arguments.agent, arguments.url, name=arguments.name, max_concurrency=arguments.n)
 
 
@@ -116,11 +123,17 @@ def _add_store(commands: Any) -> None:
 def _add_runner(commands: Any) -> None:
     summary = "run an agent for a trainer on another machine"
     runner = add_command(commands, "runner", summary, RUNNER)
-    runner.add_argument("agent", metavar="AGENT", help="the agent, as path/to/file.py:name or module:name")
+    runner.add_argument(
+        "agent", metavar="AGENT", help="the agent, as path/to/file.py:name or module:name; `hub`: a hub's program"
+    )
     runner.add_argument("--url", default="", help="address of the run's store (default: ETUDE_STORE_URL)")
     runner.add_argument("--name", default="", help="name of this runner (default: machine and process)")
     attempts = "attempts that run at the same time (default 8); larger needs more memory and more of the engine"
     runner.add_argument("-n", type=int, default=8, metavar="N", help=attempts)
+    guests = "processes that play a hub's program (default 1)"
+    runner.add_argument("--workers", type=int, default=1, metavar="N", help=guests)
+    python = "the Python that has the hub's package (default: that of `etude env install`)"
+    runner.add_argument("--python", type=Path, metavar="PATH", help=python)
     runner.set_defaults(command=_runner)
 
 

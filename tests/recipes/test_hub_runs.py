@@ -34,8 +34,9 @@ from etude.rollout.python_environments import PackagePins
 from etude.store.queue.rollout_queue import AttemptReport
 from tests.agents.hubs.test_pool import ODD
 from tests.components import require_hub
+from tests.joined import started
 from tests.learn.games import make_tokenizer
-from tests.recipes.runs import Captured, refused_run, same, step_metrics, train, weights
+from tests.recipes.runs import Captured, options, refused_run, same, step_metrics, train, weights
 from tests.waits import blocked_until
 
 SERVER = PackagePins("openenv-server", ("openenv==0.10.0",))
@@ -296,6 +297,31 @@ def test_a_program_of_verifiers_is_trained_by_its_calls(
     assert first["rollouts"] == 4 and first["turns"] == 3 and first["failed_attempts"] == 0
     assert first["endpoint/turns_continued"] == 8, "every later turn goes on from the one before"
     assert 0 <= first["reward/right"] <= 1
+
+
+@pytest.mark.integration
+def test_a_runner_elsewhere_plays_the_program_of_the_runs_hub(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = require_hub("verifiers")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    given = {**VERIFIERS, "env.python": python, "model.path": make_talker(tmp_path / "model"), "agent.runners": 0}
+    given |= {"data.max_prompt_length": 64, "observe.console": "plain", "directory": tmp_path / "run"}
+    words = options(world, **{name.replace(".", "__"): value for name, value in given.items()})
+    key = tmp_path / "run/runner.key"
+    with started(["train", *words], tmp_path / "log") as train:
+        joins = train.says(r"runner hub --url (\S+)")
+        with started(
+            ["runner", "hub", "--url", joins[1], "--python", str(python)],
+            tmp_path / "runner.log",
+            ETUDE_STORE_KEY=key.read_text(),
+        ) as runner:
+            assert train.ends(120) == 0, train.said
+            runner.send_signal(signal.SIGTERM)
+            assert runner.ends(30) == 0, runner.said
+    (first,) = step_metrics(tmp_path / "run")
+    assert first["rollouts"] == 4 and first["failed_attempts"] == 0
+    assert "Attempts played: 4 succeeded" in runner.said
 
 
 @pytest.mark.integration

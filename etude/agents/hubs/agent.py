@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from etude.agents.agent import LLM, Agent, CallSignature
 from etude.agents.hubs.pool import HubPool
+from etude.agents.hubs.process import HubSpec
 from etude.errors import EnvError, GuestLostError, HubError
 from etude.records import Outcome, Task
 from etude.store.queue.rollout_queue import AttemptReport
@@ -21,8 +22,13 @@ class HubAgent(Agent):
         return self  # all runners of this process share the guests
 
     @property
+    def spec(self) -> HubSpec:
+        """The environment that the guests play, and how."""
+        return self._pool.spec
+
+    @property
     def title(self) -> str:
-        return self._pool.spec.title
+        return self.spec.title
 
     def call_signature(self) -> CallSignature:
         return CallSignature(("task", "llm"), is_async=True)

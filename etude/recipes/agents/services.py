@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from etude.agents.agent import Agent, is_importable, load_agent
@@ -33,6 +33,7 @@ from etude.agents.runner import RunnerTimeouts
 from etude.chat import ChatRenderer
 from etude.config.env import etude_command
 from etude.observe import Last, Metrics, get_logger
+from etude.recipes.agents.hub_runner import HUB_RESOURCE, describe_hub
 from etude.recipes.agents.remote_store import (
     MirroredRolloutQueue,
     acquire_lease,
@@ -130,7 +131,10 @@ def agent_services(
         url = own_url = serving.url
         if options.store is not None:
             url, own_url = options.store, reachable_url(serving.url, str(urlsplit(options.store).hostname))
-        asyncio.run(_publish_endpoint(queue, {"base_url": f"{reachable_url(own_url)}/v1", "model": endpoint.model}))
+        address = {"base_url": f"{reachable_url(own_url)}/v1", "model": endpoint.model}
+        asyncio.run(_put_resource(queue, "endpoint", address))
+        if isinstance(agent, HubAgent):
+            asyncio.run(_put_resource(queue, HUB_RESOURCE, describe_hub(agent.spec)))
         check = _start_runners(options, agent, queue, keyring, url, directory, stack)
         if isinstance(agent, HubAgent):
             check = partial(_check_both, agent.check, check)
@@ -218,6 +222,8 @@ def _start_runners(
         return stack.enter_context(processes).check
     key = f"$(cat {shlex.quote(str(directory / RUNNER_KEY))})" if config.store is None else "…"
     agent_name = shlex.quote(config.path) if config.path is not None and is_importable(config.path) else "AGENT"
+    if isinstance(agent, HubAgent):
+        agent_name = HUB_RESOURCE
     message = "Runners may join: ETUDE_STORE_KEY=%s %s runner %s --url %s"
     get_logger("recipes").info(message, key, etude_command(), agent_name, reachable_url(url))
     return lambda: None  # no runner was started here that could end
@@ -249,9 +255,9 @@ def _open_queues(url: str | None, journal: Journal, directory: Path, stack: Exit
     return _Queues(keyring, remote.with_epoch(epoch), mirrored, [renew_lease(url, keyring.admin, owner, epoch)])
 
 
-async def _publish_endpoint(queue: RolloutQueue, endpoint: dict[str, str]) -> None:
-    """Publish the address of the model endpoint to runners."""
-    await queue.put_resource("endpoint", endpoint)
+async def _put_resource(queue: RolloutQueue, name: str, value: Mapping[str, Any]) -> None:
+    """Tell runners something, such as the address of the model endpoint."""
+    await queue.put_resource(name, value)
     if isinstance(queue, RemoteRolloutQueue):
         await queue.close()  # its connections belong to this event loop
 

@@ -223,10 +223,10 @@ def check_agents(run: Run) -> Iterator[ConfigError]:
             f"`env.hub={run.env.hub}` has the hub's program make the rollouts, and `agent.path` another agent. Leave "
             "one out."
         )
-    if run.env.is_agent and (run.agent.strategy != "shm" or not run.agent.runners):
+    if run.env.is_agent and run.agent.strategy != "shm":
         yield ConfigError(
             f"`env.hub={run.env.hub}` plays in processes of its own, which `env.workers` counts, and a runner of this "
-            "process calls them. Leave `agent.strategy` out, and give `agent.runners` 1 or more."
+            "process calls them. Leave `agent.strategy` out."
         )
     if run.cluster != "local" and isinstance(run.rollout, TorchEngineConfig):
         yield ConfigError(
