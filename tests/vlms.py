@@ -143,7 +143,10 @@ def write_vlm(family: str, where: Path, *, seed: int = 0) -> None:
     tokenizer.save_pretrained(where)
     (where / "chat_template.jinja").write_text(template, encoding="utf-8")
     _processor(family).save_pretrained(where)
-    config = vlm_config(family)
+    _write_weights(vlm_config(family), where, seed)
+
+
+def _write_weights(config: PreTrainedConfig, where: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -273,3 +276,19 @@ def _processor(family: str) -> Any:
         tiles = {"smolvlm": SmolVLMImageProcessorPil, "idefics3": Idefics3ImageProcessorPil}[family]
         return tiles(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True)
     return Gemma3ImageProcessorPil(size={"height": 32, "width": 32}, image_seq_length=16)
+
+
+def write_served_vlm(family: str, where: Path) -> None:
+    """Write a model of Qwen's families that is wide enough for a server's kernels into a directory of the caller's."""
+    write_vlm(family, where)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    text: dict[str, Any] = {"hidden_size": 128, "rope_parameters": rope}
+    if family == "qwen3_vl":
+        text |= {"head_dim": 32, "rope_parameters": rope | {"mrope_interleaved": True}}
+    config: Any = vlm_config(family, **text)
+    config.vision_config.hidden_size = 128 if family == "qwen2_vl" else 64
+    if family == "qwen2_vl":
+        config.vision_config.embed_dim = 64
+    else:
+        config.vision_config.out_hidden_size = 128
+    _write_weights(config, where, 0)

@@ -14,7 +14,15 @@ from __future__ import annotations
 
 from etude.errors import ImageError
 from etude.images.layouts import FixedCount, ImageLayout, PatchGrid, Tiles, read_image_layout, read_processor
-from etude.images.spans import ImageRef, ImageSpan, PromptImages, check_spans, image_digest, keyed_ids
+from etude.images.spans import (
+    ImageRef,
+    ImageSpan,
+    PromptImages,
+    check_features,
+    check_spans,
+    image_digest,
+    keyed_ids,
+)
 
 __all__ = [
     "FixedCount",
@@ -25,6 +33,7 @@ __all__ = [
     "PatchGrid",
     "PromptImages",
     "Tiles",
+    "check_features",
     "check_spans",
     "image_digest",
     "keyed_ids",

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from etude.errors import ImageError
+
 Ids = NDArray[np.int32]
 
 _KEY_BITS = np.int64(2**31 - 1)
@@ -74,6 +76,23 @@ def check_spans(owner: str, spans: Sequence[ImageSpan], tokens: int) -> tuple[Im
             )
         end = span.stop
     return tuple(spans)
+
+
+def check_features(spans: Sequence[ImageSpan], features: Mapping[str, int]) -> None:
+    """Refuse spans that are not all features of one image after another. features: the number of each image's."""
+    place = 0
+    for span, following in zip(spans, (*spans[1:], None), strict=True):
+        begins = span.first == place
+        place += span.stop - span.start
+        ends = following is None or following.digest != span.digest or following.first == 0
+        if not begins or place > features[span.digest] or (ends and place < features[span.digest]):
+            raise ImageError(
+                f"The prompt has the tokens {span.start} to {span.stop} for features of an image from number "
+                f"{span.first} on, and the image has {features[span.digest]} features. A prompt needs one token for "
+                f"each feature of an image, in their order. Read the prompt and the image by the same processor."
+            )
+        if ends:
+            place = 0
 
 
 def keyed_ids(ids: Ids, spans: Sequence[ImageSpan]) -> Ids:

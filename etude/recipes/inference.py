@@ -50,7 +50,9 @@ from etude.records import Message, SamplingParams
 from etude.rewards import Judge
 from etude.rollout import ServerConfig, ServerPool, TorchEngine, TorchEngineConfig
 from etude.rollout.engine_thread import release_omp_workers
+from etude.rollout.image_reader import ImageReader
 from etude.rollout.launch import start_servers
+from etude.rollout.served_images import ImageOptions
 from etude.train import load_weights, read_weights
 
 
@@ -233,7 +235,9 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
     """Open the engine that samples from a model: the embedded engine, or servers that load its weights from files."""
     config = run.rollout
     if isinstance(config, TorchEngineConfig):
-        with TorchEngine(model, chat.tokenizer, config, merge=run.lora.publish == "merged") as engine:
+        merge = run.lora.publish == "merged"
+        images = ImageReader.of(model, run.model.path, run.max_pixels)
+        with TorchEngine(model, chat.tokenizer, config, merge=merge, images=images) as engine:
             yield engine
         return
     assert isinstance(config, ServerConfig) and run.model.path is not None
@@ -255,7 +259,15 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
         dtype, threads = DTYPES[run.train.precision], run.rank_threads()
         console = make_console(run.observe.console)
         with start_servers(
-            config, where, chat.tokenizer, dtype=dtype, device=device, logs=logs, threads=threads, console=console
+            config,
+            where,
+            chat.tokenizer,
+            dtype=dtype,
+            device=device,
+            logs=logs,
+            threads=threads,
+            images=ImageOptions(run.max_pixels, run.vision.max_images),
+            console=console,
         ) as served:
             if config.url:
                 asyncio.run(served.load(where, 0))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from etude.errors import ConfigError, DataError
-from etude.images import ImageSpan, PromptImages, check_spans
+from etude.images import PromptImages, check_features, check_spans
 from etude.images.pixel_cache import PixelCache
 from etude.images.pixels import PixelReader, Pixels
 from etude.models import Model
@@ -30,8 +29,13 @@ class ImageReader:
         self._numbers = _ImageNumbers()
 
     @classmethod
-    def load(cls, directory: Path, max_pixels: int | None = None) -> ImageReader:
-        """Return the reader of the model in a directory. max_pixels: as for `PixelReader.load`."""
+    def of(cls, model: Model, directory: Path | None, max_pixels: int | None = None) -> ImageReader | None:
+        """Return the reader of a model from a directory; None if the model takes text alone.
+
+        max_pixels: as for `PixelReader.load`.
+        """
+        if not model.has_vision or directory is None:
+            return None
         return cls(PixelReader.load(directory, max_pixels))
 
     def read(self, length: int, images: PromptImages) -> RequestImages:
@@ -76,23 +80,6 @@ async def read_images(
     if reader is None:
         raise ConfigError("This engine was made without a reader of images: make it with `images=`.")
     return await asyncio.to_thread(reader.read, length, images)
-
-
-def check_features(spans: Sequence[ImageSpan], features: dict[str, int]) -> None:
-    """Refuse spans that are not all features of one image after another. features: the number of each image's."""
-    place = 0
-    for span, following in zip(spans, (*spans[1:], None), strict=True):
-        begins = span.first == place
-        place += span.stop - span.start
-        ends = following is None or following.digest != span.digest or following.first == 0
-        if not begins or place > features[span.digest] or (ends and place < features[span.digest]):
-            raise DataError(
-                f"The prompt has the tokens {span.start} to {span.stop} for features of an image from number "
-                f"{span.first} on, and the image has {features[span.digest]} features. A prompt needs one token for "
-                f"each feature of an image, in their order. Read the prompt and the image by the same processor."
-            )
-        if ends:
-            place = 0
 
 
 class _ImageNumbers:

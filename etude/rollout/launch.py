@@ -11,12 +11,16 @@ from rich.console import Console
 
 from etude.config.env import read_api_key
 from etude.errors import ConfigError
+from etude.images import read_image_layout
+from etude.images.pixel_cache import PixelCache
+from etude.images.pixels import PixelReader
 from etude.rollout.config import ServerConfig
 from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.python_environments import ensure_environment, load_pins
 from etude.rollout.replica import Replica
 from etude.rollout.reported_sets import LOGPROBS_ALONE, Recording
-from etude.rollout.server_backend import LaunchSpec
+from etude.rollout.served_images import ImageOptions, ImageSupport
+from etude.rollout.server_backend import LaunchSpec, ServerBackend
 from etude.rollout.server_engine import ModelShape, ServerEngine
 from etude.rollout.server_pool import ServerPool
 
@@ -41,6 +45,7 @@ def start_servers(
     plugin_path: Path | None = None,
     adapters: AdapterSpec | None = None,
     recording: Recording = LOGPROBS_ALONE,
+    images: ImageOptions | None = None,
     console: Console | None = None,
 ) -> ServerPool:
     """Start or join the servers that the options name, and return them ready.
@@ -48,13 +53,14 @@ def start_servers(
     They begin with the weights in the directory `model`, as version 0. logs: the directory of their logs. threads: the
     threads of a server on a CPU. enable_sleep: true if servers must be able to give their memory up, and get all
     weights again before they go on. plugin_path, adapters: see `LaunchSpec`. recording: what they report of each token.
-    console: shows the progress of the start.
+    images: those that they take, of a vision-language model. console: shows the progress of the start.
     """
     shape = ModelShape.read(model)
     backend = config.create_backend(0 if adapters is None else adapters.held, recording)
     backend.discards_weights = enable_sleep and adapters is None and not config.url
     if tokenizer is not None and tokenizer.grammars.is_read_directly():
         backend.grammar_end_ids = backend.find_grammar_end_ids(tokenizer, model)
+    _support_images(backend, config, model, dtype, images or ImageOptions())
     joined_key = read_api_key(config.api_key_env, "the servers in `rollout.url`")
     targets: list[tuple[str, LaunchSpec | None, str]] = [(url, None, joined_key) for url in config.url]
     if not config.url:
@@ -90,6 +96,25 @@ def start_servers(
     return ServerPool(
         replicas, name=name, max_num_seqs=config.max_num_seqs, max_waiting=config.max_waiting, console=console
     )
+
+
+def _support_images(
+    backend: ServerBackend, config: ServerConfig, model: Path, dtype: Dtype, options: ImageOptions
+) -> None:
+    """Let a backend send images, if the model takes some; else it has the sentence that refuses them."""
+    try:
+        layout = read_image_layout(model, options.max_pixels)
+    except ConfigError as error:  # another family, which may still be trained on text
+        backend.refusal = str(error)
+        return
+    if layout is None:
+        return
+    refusal = backend.image_refusal(layout)
+    if refusal:
+        backend.refusal = refusal
+    else:
+        pixels = PixelCache(PixelReader.load(model, options.max_pixels))
+        backend.images = ImageSupport(pixels, dtype, options, is_joined=bool(config.url))
 
 
 def launch_specs(common: LaunchSpec, shape: ModelShape) -> list[LaunchSpec]:

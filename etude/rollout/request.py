@@ -16,6 +16,7 @@ from etude.images import PromptImages
 from etude.records import Completion, SamplingParams
 from etude.rollout.block_pool import NO_SLOT, ROOT
 from etude.rollout.sampling import DrawnToken, Likeliest, SamplingState
+from etude.rollout.served_images import TEXT_ALONE
 from etude.support import Support
 from etude.token_routes import TokenRoutes
 
@@ -307,10 +308,10 @@ def check_request(
         )
 
 
-def refuse_images(images: PromptImages | None) -> None:
-    """Refuse, in a sentence, images for a model that takes text alone."""
+def refuse_images(images: PromptImages | None, reason: str = TEXT_ALONE) -> None:
+    """Refuse images in a sentence, which is for a model that takes text alone by default."""
     if images is not None and images.spans:
-        raise DataError("The conversation has an image, and this model takes text alone. Give a vision-language model.")
+        raise DataError(reason)
 
 
 def check_scored_prompt(ids: Ids, *, vocab_size: int, context_length: int) -> None:

@@ -31,10 +31,12 @@ from etude.protocols import KvPolicy
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.reported_sets import LOGPROBS_ALONE, Likeliest, Recording, active_filters, needs_report
+from etude.rollout.served_images import TEXT_ALONE, ImageSupport, ServedImages
 from etude.token_routes import TokenRoutes
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
+    from etude.images import ImageLayout
     from etude.rollout.config import ServerConfig
     from etude.rollout.server_client import HttpClient
     from etude.rollout.server_load import ServerLoad
@@ -142,6 +144,10 @@ class ServerBackend(ABC):
         """True if sleep drops the weights, because all of them are sent again before the next request."""
         self.grammar_end_ids: tuple[int, ...] = ()
         """The tokens that may end an answer of a grammar there; empty if servers hold answers to none."""
+        self.images: ImageSupport | None = None
+        """The images that servers take; None for none."""
+        self.refusal = TEXT_ALONE
+        """The sentence that refuses images if servers take none."""
 
     # -- how it is spoken to ------------------------------------------------------------------------------------------
 
@@ -223,8 +229,22 @@ class ServerBackend(ABC):
             )
 
     @abstractmethod
+    def image_refusal(self, layout: ImageLayout) -> str:
+        """Return the sentence that refuses images of this layout; empty if they are taken."""
+
+    @abstractmethod
+    async def check_images(self, client: HttpClient) -> None:
+        """Refuse a server that would compute other features of images than the trainer."""
+
+    @abstractmethod
     def stream(
-        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], salt: str
+        self,
+        client: HttpClient,
+        prompt: list[int],
+        sampling: SamplingParams,
+        stop_ids: list[int],
+        salt: str,
+        images: ServedImages | None = None,
     ) -> AsyncGenerator[StreamChunk, None]:
         """Sample, chunk by chunk. A token of `stop_ids` ends the answer.
 

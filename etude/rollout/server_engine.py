@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from etude.errors import ConfigError, DataError, EngineError, EtudeError
-from etude.images import PromptImages
+from etude.images import PromptImages, check_spans
 from etude.protocols import Ids, RunningPolicy
 from etude.records import Completion, PromptScores, SamplingParams
 from etude.rollout.grammar_trial import GrammarTrial
@@ -32,6 +32,7 @@ from etude.rollout.held_adapters import HeldAdapters
 from etude.rollout.partial_completion import PartialCompletion
 from etude.rollout.reported_sets import check_drawn
 from etude.rollout.request import Delta, check_request, check_scored_prompt, refuse_images
+from etude.rollout.served_images import SentImages, ServedImages
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_client import ServerClient
 from etude.running_time import running_time
@@ -119,6 +120,7 @@ class ServerEngine(ServerClient):
         self.tokenizer = tokenizer
         self.adapters = HeldAdapters(self)
         self._grammar_trial = GrammarTrial(self)
+        self._sent_images = SentImages()
         self.is_up = False
         self.last_token_time = 0.0
         """The time of the last drawn token."""
@@ -137,6 +139,8 @@ class ServerEngine(ServerClient):
         server_version = await self.backend.check_version(self)
         context_length = self.backend.context_length(json.loads(await self.get("/v1/models")))
         self._context_length = min(self.shape.context_length, context_length)
+        if self.backend.images is not None and self.backend.images.is_joined:
+            await self.backend.check_images(self)
         self.is_up = True
         return server_version
 
@@ -156,8 +160,11 @@ class ServerEngine(ServerClient):
         on_start: Callable[[], None] | None = None,
     ) -> PartialCompletion:
         """Return an empty answer to this request; raise if the server cannot compute it."""
-        refuse_images(images)
         ids = np.asarray(prompt, dtype=np.int32)
+        if self.backend.images is None:
+            refuse_images(images, self.backend.refusal)
+        elif images is not None:
+            check_spans("The prompt", images.spans, len(ids))
         check_request(
             ids,
             sampling,
@@ -166,6 +173,7 @@ class ServerEngine(ServerClient):
             cache_tokens=self._context_length,
             keeps_versions=self.backend.adapters > 0,
             keeps_routes=self.backend.recording.routes is not None,
+            images=images,
         )
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("An engine without a tokenizer cannot look for stop strings: give stop_ids instead.")
@@ -199,7 +207,10 @@ class ServerEngine(ServerClient):
         self.prompt_tokens += len(ids)
         with self._track_active():
             try:
-                async with aclosing(self.backend.stream(self, ids.tolist(), sampling, answer.stop_ids, salt)) as chunks:
+                stream = self.backend.stream(
+                    self, ids.tolist(), sampling, answer.stop_ids, salt, self._served_images(answer, salt)
+                )
+                async with aclosing(stream) as chunks:
                     async for chunk in chunks:
                         self.last_token_time = running_time()
                         if chunk.sets is not None:
@@ -363,6 +374,7 @@ class ServerEngine(ServerClient):
     def relocate(self, url: str) -> None:
         super().relocate(url)
         self.adapters.forget()
+        self._sent_images.clear()
 
     async def abort_or_disconnect(self) -> None:
         """End the requests under way, since their weights are unknown.
@@ -378,6 +390,14 @@ class ServerEngine(ServerClient):
             await self.disconnect()
 
     # -- private ------------------------------------------------------------------------------------------------------
+
+    def _served_images(self, answer: PartialCompletion, salt: str) -> ServedImages | None:
+        """Return the images of an answer's prompt. salt: a text for the weights that draw it."""
+        support = self.backend.images
+        if support is None or answer.images is None or not answer.images.spans:
+            return None
+        weights = f"-{salt}" if support.options.trains_tower else ""
+        return ServedImages(answer.images, support, weights, self._sent_images)
 
     async def _try_grammars(self, answer: PartialCompletion) -> None:
         """Find out once whether the server holds answers to grammars; raise if it does not."""

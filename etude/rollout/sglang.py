@@ -32,6 +32,8 @@ from etude.rollout.sglang_weights import SglangWeights, adapter_args
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
+    from etude.images import ImageLayout
+    from etude.rollout.served_images import ServedImages
 
 NO_OVERLAP = "--disable-overlap-schedule"
 """The argument by which a pause in place leaves no step under way, which would meet a change of weights half-way."""
@@ -164,8 +166,20 @@ class SglangBackend(SglangWeights):
                 "`top_k` and `min_p`. Leave one of them out."
             )
 
+    def image_refusal(self, layout: ImageLayout) -> str:  # noqa: ARG002
+        return "Images are not sent to SGLang. Choose `rollout=embedded` or `rollout=vllm`."
+
+    async def check_images(self, client: HttpClient) -> None:  # noqa: ARG002
+        raise AssertionError("images are refused before")
+
     async def stream(
-        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], salt: str
+        self,
+        client: HttpClient,
+        prompt: list[int],
+        sampling: SamplingParams,
+        stop_ids: list[int],
+        salt: str,
+        images: ServedImages | None = None,  # noqa: ARG002
     ) -> AsyncGenerator[StreamChunk, None]:
         """Sample by /generate. SGLang does not promise that a seed repeats an answer, so none is sent."""
         params: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -17,19 +18,24 @@ from numpy.typing import NDArray
 
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
+from etude.rollout import vllm_images
 from etude.rollout.held_adapters import adapter_name
 from etude.rollout.reported_sets import Likeliest, active_filters, needs_report
 from etude.rollout.server_backend import RETURN_ROUTES, LaunchSpec, ScoredTokens, StreamChunk, sent_biases
-from etude.rollout.server_client import EndpointNotFoundError, HttpClient
+from etude.rollout.server_client import EndpointNotFoundError, HttpClient, ServerUnreachableError
 from etude.rollout.server_load import ServerLoad
+from etude.rollout.vllm_images import describe_images, image_args
 from etude.rollout.vllm_weights import VllmWeights, adapter_args
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
+    from etude.images import ImageLayout
+    from etude.rollout.served_images import ServedImages
 
 METRIC_PATTERN = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_preemptions_total)\{.*\} (\S+)$", re.M
 )
+GENERATE = "/inference/v1/generate"
 MAX_TOP_LOGPROBS = 19
 """The largest number of likely tokens that it reports, unless it is started with another limit."""
 NO_LOGP = -9000.0
@@ -51,7 +57,7 @@ class VllmBackend(VllmWeights):
     tested_version: ClassVar[tuple[int, ...]] = (0, 32)
     sets_since: ClassVar[tuple[int, ...]] = (0, 28)
     grammar_args: ClassVar[tuple[str, ...]] = ("--structured-outputs-config.backend", "guidance")
-    paths: ClassVar[frozenset[str]] = VllmWeights.paths | {"/inference/v1/generate", "/is_sleeping"}
+    paths: ClassVar[frozenset[str]] = VllmWeights.paths | {GENERATE, "/is_sleeping"}
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
         """Return the command line of its API server. Log-probs are those of the sampling distribution."""
@@ -70,6 +76,7 @@ class VllmBackend(VllmWeights):
         args += ["--return-sampling-mask"] if self.recording.has_sets else []
         args += [RETURN_ROUTES] if self.recording.routes is not None else []
         args += self.grammar_args if self.grammar_end_ids else ()
+        args += [] if self.images is None else image_args(self.images, config.server_args)
         if config.tensor_parallel > 1:
             args += ["--tensor-parallel-size", str(config.tensor_parallel)]
         if config.nodes > 1:
@@ -132,8 +139,20 @@ class VllmBackend(VllmWeights):
                 f"tokens that `top_p`, `top_k` and `min_p` keep. Set fewer, without those."
             )
 
+    def image_refusal(self, layout: ImageLayout) -> str:
+        return vllm_images.image_refusal(layout)
+
+    async def check_images(self, client: HttpClient) -> None:
+        await vllm_images.check_server(client)
+
     async def stream(
-        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], salt: str
+        self,
+        client: HttpClient,
+        prompt: list[int],
+        sampling: SamplingParams,
+        stop_ids: list[int],
+        salt: str,
+        images: ServedImages | None = None,
     ) -> AsyncGenerator[StreamChunk, None]:
         likeliest = max(sampling.top_logprobs, sampling.alternatives)
         params: dict[str, Any] = {
@@ -158,7 +177,7 @@ class VllmBackend(VllmWeights):
         if sampling.version is not None:
             body["model"] = adapter_name(sampling.version)
         try:
-            async with aclosing(client.stream_events("/inference/v1/generate", body)) as events:
+            async with aclosing(_events(client, body, images)) as events:
                 async for read, event in events:
                     if event.get("choices"):
                         chunk = _parse_chunk(event["choices"][0], sampling, read)
@@ -173,7 +192,7 @@ class VllmBackend(VllmWeights):
         """Score a prompt by its `prompt_logprobs`, which are those of the model's own distribution."""
         params = {"max_tokens": 1, "ignore_eos": True, "prompt_logprobs": top}
         body = {"token_ids": prompt, "sampling_params": params, "stream": False}
-        reply = await client.post("/inference/v1/generate", body)
+        reply = await client.post(GENERATE, body)
         entries = (reply["prompt_logprobs"] or [None])[1:]
         scores = [_parse_prompt_entry(entry) for entry in entries]
         return ScoredTokens(
@@ -213,6 +232,30 @@ class VllmBackend(VllmWeights):
             kv_cache_usage=metrics.get("kv_cache_usage_perc", 0.0),
             preemptions=int(metrics.get("num_preemptions_total", 0)),
         )
+
+
+async def _events(
+    client: HttpClient, body: dict[str, Any], images: ServedImages | None
+) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
+    """Send a request and yield its events. If the server lacks an image that it was sent, send it again with all."""
+    omits = False
+    for send_all in (False, True):
+        if images is not None:
+            body["features"], omits = await asyncio.to_thread(describe_images, images, send_all=send_all)
+        try:
+            async with aclosing(client.stream_events(GENERATE, body)) as events:
+                async for event in events:
+                    if images is not None:
+                        images.sent.add(map(images.key, images.prompt.contents))
+                    omits = False
+                    yield event
+            return
+        except ServerUnreachableError:
+            raise
+        except EngineError:  # a server that has dropped an image answers 500, before any token
+            if images is None or not omits:
+                raise
+            images.sent.clear()
 
 
 def _round_up_rank(rank: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from functools import cache
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -34,10 +35,10 @@ def png(seed: int, width: int, height: int) -> bytes:
 
 
 class Shown:
-    """A family's tiny model, and what turns pictures into its tokens. Treat the model as read-only."""
+    """A tiny model, and what turns pictures into its tokens. Treat the model as read-only."""
 
-    def __init__(self, family: str) -> None:
-        self.directory = make_vlm(family)
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.model = load(self.directory, dtype=torch.float32)
         self.tokenizer = Tokenizer.load(self.directory)
         self.reader = PixelReader.load(self.directory)
@@ -107,4 +108,4 @@ class Shown:
 @cache
 def shown_to(family: str) -> Shown:
     """Return a family's model once a process."""
-    return Shown(family)
+    return Shown(make_vlm(family))

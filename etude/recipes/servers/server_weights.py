@@ -40,6 +40,7 @@ from etude.rollout.gpu_share import share_beside_rank
 from etude.rollout.held_adapters import AdapterSpec, adapter_count
 from etude.rollout.launch import Device, Dtype, start_servers
 from etude.rollout.reported_sets import Recording
+from etude.rollout.served_images import ImageOptions
 from etude.rollout.server_engine import ServerEngine
 from etude.rollout.vllm_weights import install_plugin
 from etude.sync import SyncConfig
@@ -237,6 +238,7 @@ def serve_run(
             plugin_path=plugin_directory,
             adapters=adapters,
             recording=Recording.of(run.training_params(), routes),
+            images=ImageOptions(run.max_pixels, run.vision.max_images, run.trains_tower),
             console=console,
         ) as served:
             base, kept = (None, KEPT) if adapters is None else (first, adapters.held)

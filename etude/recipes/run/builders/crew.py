@@ -26,6 +26,7 @@ from etude.recipes.servers.rank_engines import RankEngines, start_ranks
 from etude.recipes.servers.server_weights import WeightPublisher, serve_run
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.rollout import ServerConfig, TorchEngine
+from etude.rollout.image_reader import ImageReader
 from etude.train.backend import HeldModel, model_of
 from etude.train.device_mesh import ShardMeshes
 
@@ -122,4 +123,7 @@ class RankBuilder:
             config = config.model_copy(update={"threads": shares.engine})
             torch.set_num_threads(shares.trainer)
         merge = run.lora.publish == "merged"
-        return TorchEngine(model, self.chat.tokenizer, config, merge=merge, records_routes=run.records_routes)
+        images = ImageReader.of(model, run.model.path, run.max_pixels)
+        return TorchEngine(
+            model, self.chat.tokenizer, config, merge=merge, records_routes=run.records_routes, images=images
+        )
