@@ -23,13 +23,21 @@ from typing import TYPE_CHECKING, Any
 
 from etude.chat import Toolbox
 from etude.chat.messages import content_text
+from etude.images.addresses import from_data_url
+from etude.images.decoding import open_image
 from etude.protocols import Env, Observation
 from etude.records import Message, Task, ToolCall
 
 if TYPE_CHECKING:
+    from PIL import Image
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Env", "LanguageModelEnv", "Observation", "TextEnv", "ToolEnv"]
+__all__ = ["Env", "LanguageModelEnv", "Observation", "TextEnv", "ToolEnv", "read_image"]
+
+
+def read_image(url: str) -> Image.Image:
+    """Return an image of a task, which has it as a data URL: upright, in RGB, and of an animation the first frame."""
+    return open_image(from_data_url(url))
 
 
 class TextEnv(ABC):

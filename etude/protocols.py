@@ -65,9 +65,10 @@ class TokenGenerator(Protocol):
 class Observation:
     """The reply of an environment to an answer. Example: `Observation("Higher.", reward=0.1)`."""
 
-    content: str | Sequence[Message | Mapping[str, Any]] = ()
-    """The next input of the model: text, or messages (also as JSON objects).
+    content: str | Sequence[Any] = ()
+    """The next input of the model: text, messages (also as JSON objects), or texts and images, as one user message.
 
+    An image is one of Pillow, or the bytes of a PNG, JPEG, WebP or GIF. The content of a message may have them too.
     The first observation chooses the form of the rollout. After text, the model continues plain text, and later
     observations are appended as they are. After messages, the rollout is a conversation, and text becomes a user
     message. If `reset` returns no content, the rollout begins with the task's prompt.

@@ -13,6 +13,7 @@ import uvloop
 import etude
 from etude import running_time
 from etude.agents.runner import Runner
+from etude.chat import RenderedPrompt
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.event_loop import LoopThread
 from etude.records import SamplingParams, Task
@@ -71,7 +72,7 @@ async def played_by_an_agent() -> str:
 async def answered_by_an_engine(judge: Judge) -> str:
     """Return the outcome of an attempt with an engine."""
     made = {"engine": SlowEngine(), "judge": judge, "timeout": LIMIT_S, "max_concurrency": 1, "episodes": None}
-    player = EnginePlayer(prompt_ids=lambda _: np.ones(3, np.int32), **made)  # type: ignore[arg-type]
+    player = EnginePlayer(render=lambda _: RenderedPrompt(np.ones(3, np.int32)), **made)  # type: ignore[arg-type]
     return (await player.play(TASK, SamplingParams(max_tokens=4), lambda turn: turn)).verdict.outcome.value
 
 

@@ -22,6 +22,7 @@ from etude.agents.agent import Agent, CallSignature, RolloutInfo, get_llm
 from etude.agents.attempt_context import AttemptContext, parse_reward
 from etude.agents.error_classification import classify_error, excuse_if_unreachable
 from etude.agents.hooks import Hook, HookEvent
+from etude.agents.task_images import load_task_images
 from etude.agents.worker_threads import WorkerThreads
 from etude.errors import AgentError, IllegalTransitionError
 from etude.observe.log import get_logger
@@ -135,6 +136,7 @@ class RunningAttempt:
             return AttemptReport(classify_error(error, self.claim.resources), self._format_error(error))
 
     async def _call_agent(self) -> AttemptReport:
+        self.claim = replace(self.claim, task=await load_task_images(self.claim.task, self._queue))
         for hook in self._hooks["attempt_start"]:
             await self._call(hook.function, hook.signature)
         signature = self._agent.call_signature()

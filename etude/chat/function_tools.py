@@ -24,8 +24,10 @@ import pydantic
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from etude.chat.messages import is_part, read_parts
 from etude.errors import PluginError
-from etude.records import Task
+from etude.images.encoding import is_image
+from etude.records import ContentPart, Task
 
 _SECTION = re.compile(r"^(args|arguments|parameters|returns?|yields|raises|examples?|notes?):\s*$", re.IGNORECASE)
 _PARAMETER_SECTIONS = ("args", "arguments", "parameters")
@@ -120,8 +122,18 @@ class FunctionTool:
         return pydantic.create_model(self.name, __config__=_MODEL_CONFIG, **fields)
 
 
-def format_result(result: Any) -> str:
-    """Return a result as text for the model: a string as it is, another value as JSON if possible, else by `str`."""
+def format_result(result: Any) -> str | tuple[ContentPart, ...]:
+    """Return a result as the model sees it: a string as it is, images as images, alone or in a list with texts.
+
+    Another value is JSON if possible, else text by `str`.
+    """
+    parts = result if isinstance(result, list | tuple) else [result]
+    if any(is_image(part) or isinstance(part, ContentPart) for part in parts):
+        return read_parts([part if is_part(part) else _format_text(part) for part in parts])
+    return _format_text(result)
+
+
+def _format_text(result: Any) -> str:
     if isinstance(result, str):
         return result.encode(errors="replace").decode()
     return pydantic_core.to_json(result, fallback=str, serialize_unknown=True).decode()

@@ -21,6 +21,7 @@ from typing import Any
 
 from etude.errors import ChatError
 from etude.images.addresses import find_address
+from etude.images.encoding import find_data_url, is_image
 from etude.records import ContentPart, Message, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -149,11 +150,29 @@ def _parse_content(content: Any) -> str | tuple[ContentPart, ...]:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content):
-        return tuple(_parse_part(part) for part in content)
+    if isinstance(content, Sequence) and all(isinstance(part, Mapping) or is_part(part) for part in content):
+        return read_parts(content)
     raise ChatError(
         f"The content of a message is a string or a list of parts; a value of type {type(content).__name__} was given."
     )
+
+
+def is_part(value: Any) -> bool:
+    """Return True for what a program may put among the parts of a message: a part, a text, or an image."""
+    return isinstance(value, ContentPart | str) or is_image(value)
+
+
+def read_parts(values: Sequence[Any]) -> tuple[ContentPart, ...]:
+    """Return the parts of a message, of which some may be texts, images of Pillow, or bytes of images."""
+    return tuple(_read_part(value) for value in values)
+
+
+def _read_part(value: Any) -> ContentPart:
+    if isinstance(value, ContentPart):
+        return value
+    if isinstance(value, str):
+        return ContentPart("text", text=value)
+    return _parse_part(value) if isinstance(value, Mapping) else ContentPart("image", url=find_data_url(value) or "")
 
 
 def _parse_part(data: Mapping[str, Any]) -> ContentPart:
@@ -163,7 +182,8 @@ def _parse_part(data: Mapping[str, Any]) -> ContentPart:
     if kind == "text":
         return ContentPart("text", text=str(data.get("text", "")))
     address = data.get("url") or data.get(kind) or ""
-    url = str(address["url"] if isinstance(address, Mapping) else address)
+    found = address.get("url") or address.get("bytes") or "" if isinstance(address, Mapping) else address
+    url = find_data_url(found) or str(found)
     kind = kind.removesuffix("_url")
     stored = find_address(url) if kind == "image" else None
     return ContentPart(kind, url=url) if stored is None else ContentPart(kind, image=stored)

@@ -17,7 +17,7 @@ from typing import Any, Self
 from etude.call_task import CallTask, TimeLimitError
 from etude.chat.function_tools import FunctionTool, InvalidToolCallError, format_result
 from etude.errors import EnvError, PluginError
-from etude.records import Message, Task, ToolCall
+from etude.records import ContentPart, Message, Task, ToolCall
 
 MAX_ABANDONED_THREADS = 64
 """The most abandoned threads of a process that are still in their calls."""
@@ -139,14 +139,15 @@ class Toolbox:
     async def run_calls(self, calls: Sequence[ToolCall], task: Task | None = None) -> tuple[Message, ...]:
         """Return the results of calls, one message each, in order."""
         if self._parallel:
-            texts = list(await asyncio.gather(*(self._run_call(call, task) for call in calls)))
+            results = list(await asyncio.gather(*(self._run_call(call, task) for call in calls)))
         else:
-            texts = [await self._run_call(call, task) for call in calls]
+            results = [await self._run_call(call, task) for call in calls]
         return tuple(
-            Message("tool", text, tool_call_id=call.id, name=call.name) for call, text in zip(calls, texts, strict=True)
+            Message("tool", result, tool_call_id=call.id, name=call.name)
+            for call, result in zip(calls, results, strict=True)
         )
 
-    async def _run_call(self, call: ToolCall, task: Task | None) -> str:
+    async def _run_call(self, call: ToolCall, task: Task | None) -> str | tuple[ContentPart, ...]:
         tool = self._tools.get(call.name)
         if tool is None:
             return f"{ERROR_PREFIX}there is no tool `{call.name}`. The tools are: {', '.join(self._tools)}."

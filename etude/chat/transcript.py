@@ -7,12 +7,13 @@ the chat template in a conversation (see `conversation`), unchanged in a plain t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from etude.chat.images import RenderedPrompt
-from etude.chat.messages import image_address, message_from_dict
+from etude.chat.messages import image_address, is_part, message_from_dict, read_parts
 from etude.chat.renderer import ChatRenderer
 from etude.chat.tokenizer import Ids
 from etude.errors import ChatError
@@ -22,22 +23,38 @@ ObservationContent: TypeAlias = "str | tuple[Message, ...]"
 
 
 def check_observation(content: Any) -> ObservationContent:
-    """Return an observation as text or messages; messages may come in their JSON form."""
+    """Return an observation as text or messages; messages may come in their JSON form.
+
+    Texts and images alone are one message of the user. Images of programs become data URLs.
+    """
     if isinstance(content, str):
         observation: ObservationContent = content
+    elif _shows_images(content):
+        observation = (Message("user", read_parts(content)),)
     elif isinstance(content, Sequence) and all(isinstance(message, Message | Mapping) for message in content):
         observation = tuple(
-            message if isinstance(message, Message) else message_from_dict(message) for message in content
+            _read_message(message) if isinstance(message, Message) else message_from_dict(message)
+            for message in content
         )
     else:
         raise ChatError(
-            f"An observation is text or a list of messages; a value of type {type(content).__name__} was given."
+            f"An observation is text, a list of messages, or a list of texts and images; a value of type "
+            f"{type(content).__name__} was given."
         )
     try:
         observation_text(observation).encode()
     except UnicodeEncodeError as error:
         raise ChatError(f"An observation has an unpaired surrogate ({error.reason}). Remove it.") from None
     return observation
+
+
+def _shows_images(content: Any) -> bool:
+    """Return True for a list of images, or of images and texts."""
+    return isinstance(content, Sequence) and all(map(is_part, content)) and not all(isinstance(p, str) for p in content)
+
+
+def _read_message(message: Message) -> Message:
+    return message if isinstance(message.content, str) else replace(message, content=read_parts(message.content))
 
 
 def observation_text(content: ObservationContent) -> str:

@@ -28,6 +28,13 @@ def encode_png(image: Image.Image) -> bytes:
     return stream.getvalue()
 
 
+def is_image(value: Any) -> bool:
+    """Return True for an image of Pillow, and for the bytes of one in a format that Etude takes."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return media_type(bytes(value[:12])) != ""
+    return is_pillow_image(value)
+
+
 def find_data_url(value: Any) -> str | None:
     """Return an image of a program as a data URL; None for any other value."""
     if isinstance(value, bytes | bytearray | memoryview):

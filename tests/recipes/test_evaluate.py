@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.chat import RenderedPrompt
 from etude.data import Dataset
 from etude.images import PromptImages
 from etude.protocols import Ids
@@ -120,7 +121,7 @@ def test_sampling_time_excludes_waiting_for_the_judge(seconds: float, timeout: f
     engine = Slow(seconds)
     with Judge(slowly) as judge, LoopThread() as loop:
         player = EnginePlayer(
-            prompt_ids=lambda _: np.ones(3, np.int32),
+            render=lambda _: RenderedPrompt(np.ones(3, np.int32)),
             engine=engine,
             judge=judge,
             timeout=timeout,

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from etude.config.env import store_address
 from etude.errors import ConfigError, EtudeError, IllegalTransitionError
+from etude.images import ImageRef
 from etude.integrity import read_json, write_json
 from etude.observe import get_logger
 from etude.recipes.run.directory import STORE_RUN_FILE
@@ -38,12 +39,14 @@ from etude.store import (
     Status,
     TaskIssued,
     TaskState,
+    TurnRecorded,
 )
 from etude.store.http.forms import encode_as
 from etude.store.http.remote_queue import RemoteRolloutQueue
 from etude.store.http.request_limits import VALUES
 from etude.store.journal.json_values import to_json
 from etude.store.queue.rollout_queue import Ended, QueueOwner, RolloutPage, RolloutQuery, RolloutRequest
+from etude.store.queue.stored_images import store_images
 
 LEASE_S, RENEW_S = 20.0, 4.0
 """Seconds of a lease, and seconds between two renewals."""
@@ -225,6 +228,29 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
         self._late = []
         return Ended(ended.cursor, [*late, *ended.rollouts])
 
+    async def put_images(self, contents: Sequence[bytes]) -> list[ImageRef]:
+        """Store images here and there."""
+        refs = await asyncio.to_thread(store_images, self._journal, tuple(contents))
+        await super().put_images(contents)
+        return refs
+
+    async def get_images(self, digests: Sequence[str]) -> dict[str, bytes]:
+        """Return the bytes of images from the journal, which gets those that it lacks from there."""
+        here = await asyncio.to_thread(self._journal.images, digests)
+        found = {digest: image.content for digest, image in here.items()}
+        lacked = [digest for digest in digests if digest not in found]
+        if lacked:
+            copied = await super().get_images(lacked)
+            await asyncio.to_thread(store_images, self._journal, list(copied.values()))
+            found |= copied
+        return found
+
+    async def _copy_images(self, events: Sequence[Event]) -> None:
+        """Copy the images that turns show and the journal lacks."""
+        shown = {span.digest for event in events if isinstance(event, TurnRecorded) for span in event.turn.images}
+        known = self._journal.image_refs(list(shown))
+        await self.get_images([digest for digest in shown if digest not in known])
+
     async def _copy_ended(self, states: Sequence[RolloutState]) -> None:
         """Copy ended rollouts that are open in the journal, after sealing them there."""
         ids = self._still_open([state.id for state in states if state.status not in OPEN])
@@ -235,6 +261,8 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
         for at in range(0, len(ids), AT_ONCE):
             batch = ids[at : at + AT_ONCE]
             histories = dict(zip(batch, await asyncio.gather(*(self.history(id) for id in batch)), strict=True))
+            for history in histories.values():
+                await self._copy_images(history)
             for id in self._still_open(batch):  # another task may have copied it meanwhile
                 self._journal.append([event for event in histories[id] if not isinstance(event, RolloutQueued)])
 

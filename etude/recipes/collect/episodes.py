@@ -20,14 +20,16 @@ from functools import partial
 from typing import Any, Protocol
 
 from etude.agents.hubs.pool import HubPool
+from etude.agents.task_images import load_task_images
 from etude.call_task import CallTask, TimeLimitError
-from etude.chat import CallThread, ChatRenderer, Transcript
+from etude.chat import CallThread, ChatRenderer, RenderedPrompt, Transcript
 from etude.chat.toolbox import ERROR_PREFIX
 from etude.chat.transcript import ObservationContent, check_observation, observation_text
-from etude.errors import ChatError, EnvError, GuestLostError, RewardError
+from etude.errors import ChatError, EnvError, GuestLostError, ImageError, RewardError
 from etude.observe import get_logger
-from etude.protocols import Env, Ids, Observation
+from etude.protocols import Env, Observation
 from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.rollout_images import RolloutImages
 from etude.records import Completion, Message, Outcome, Task, Turn
 from etude.rewards import parse_score
 from etude.rewards.base import describe_task
@@ -40,7 +42,7 @@ ENVIRONMENT_PART = "environment"
 class AnswerFunction(Protocol):
     """Returns the model's answers."""
 
-    async def __call__(self, prompt: Ids, turn: int, room: int) -> Completion:
+    async def __call__(self, prompt: RenderedPrompt, turn: int, room: int) -> Completion:
         """Return the answer to a prompt, of at most `room` tokens. Raises `EpisodeEndedError` if there is none."""
         ...
 
@@ -104,19 +106,20 @@ class EpisodePlayer:
         """True if there is an environment, which may give rewards."""
         return self.config.has_environment
 
-    async def play(self, task: Task, generate: AnswerFunction) -> Episode:
-        """Play one rollout, from its beginning to its end."""
+    async def play(self, task: Task, generate: AnswerFunction, images: RolloutImages) -> Episode:
+        """Play one rollout, from its beginning to its end. images: stores those that the environment shows."""
         episode = Episode()
         async with self._slots:
             if self._hub is not None:
                 await self._hub.wait_ready()
-            session = _EnvironmentSession(self.config, self._factory(), self._tools, task, episode)
+            seen = await load_task_images(task, images)
+            session = _EnvironmentSession(self.config, self._factory(), self._tools, seen, episode)
             try:
-                await self._play_turns(session, task, generate, episode)
+                await self._play_turns(session, task, generate, episode, images)
             except EpisodeEndedError as ended:
                 episode.outcome = ended.outcome
                 episode.error = str(ended)
-            except ChatError as error:
+            except (ChatError, ImageError) as error:
                 message = f"The observation shown on {describe_task(task)} is invalid: {error}"
                 episode.outcome = Outcome.FAILED
                 episode.error = message
@@ -131,11 +134,16 @@ class EpisodePlayer:
         return None if self.config.path is None else partial(self.config.load_factory(), **self.config.kwargs)
 
     async def _play_turns(
-        self, session: _EnvironmentSession, task: Task, generate: AnswerFunction, episode: Episode
+        self,
+        session: _EnvironmentSession,
+        task: Task,
+        generate: AnswerFunction,
+        episode: Episode,
+        images: RolloutImages,
     ) -> None:
         """Play turn after turn, until the rollout ends."""
         first = await session.reset()
-        content = check_observation(first.content or task.fields["prompt"])
+        content = await images.store(check_observation(first.content or task.fields["prompt"]))
         transcript, state = Transcript(self._chat, content, first.tools), state_number(first.anchor, content)
         episode.role = first.role
         for index in range(self.config.max_turns):
@@ -151,7 +159,7 @@ class EpisodePlayer:
                     )
                 break
             observed = transcript.count_observed_tokens(prompt)
-            completion = await generate(prompt.ids, index, room)
+            completion = await generate(prompt, index, room)
             answer = transcript.add_answer(prompt, completion)
             turn = Turn(prompt.ids, completion, index, anchor=state, observed=observed, images=prompt.images)
             episode.turns.append(turn)
@@ -159,8 +167,9 @@ class EpisodePlayer:
             if observation.done or observation.truncated:
                 episode.truncated = observation.truncated or completion.finish_reason == "length"
                 return
-            transcript.add_observation(check_observation(observation.content))
-            state = state_number(observation.anchor, check_observation(observation.content))
+            content = await images.store(check_observation(observation.content))
+            transcript.add_observation(content)
+            state = state_number(observation.anchor, content)
         episode.truncated = True
 
 

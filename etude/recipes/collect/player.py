@@ -12,10 +12,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from etude.chat import RenderedPrompt
 from etude.chat.transcript import check_observation
-from etude.images import PromptImages
+from etude.images import PromptImages, keyed_ids
 from etude.protocols import Ids, TokenGenerator
-from etude.recipes.collect.episodes import ENVIRONMENT_PART, Episode, EpisodeEndedError, EpisodePlayer, state_number
+from etude.recipes.collect.episodes import (
+    ENVIRONMENT_PART,
+    AnswerFunction,
+    Episode,
+    EpisodeEndedError,
+    EpisodePlayer,
+    state_number,
+)
+from etude.recipes.collect.rollout_images import RolloutImages
 from etude.recipes.collect.rollouts import PlayedRollout
 from etude.records import Completion, Outcome, SamplingParams, Task, Turn
 from etude.rewards import Judge, Verdict
@@ -140,7 +149,7 @@ class EnginePlayer:
     def __init__(
         self,
         *,
-        prompt_ids: Callable[[Any], Ids],
+        render: Callable[[Any], RenderedPrompt],
         engine: TokenGenerator,
         judge: Judge,
         timeout: float,
@@ -149,12 +158,14 @@ class EnginePlayer:
         newest_version: Callable[[], int] | None = None,
         truncate: Callable[[Ids], Ids] = lambda ids: ids,
         max_tokens_of: Mapping[str, int] = MappingProxyType({}),
+        images: RolloutImages | None = None,
     ) -> None:
-        """prompt_ids: encodes a prompt; `truncate` then cuts one that is too long. episodes: the player of multi-turn
+        """render: encodes a prompt; `truncate` then cuts one that is too long. episodes: the player of multi-turn
         rollouts; with None, an attempt is one answer. newest_version: returns the engine's newest policy version, which
         an attempt keeps from its first request on; None for an engine that has the newest weights only. max_tokens_of:
         the most tokens of an answer to a task of a data source."""
-        self._prompt_ids = prompt_ids
+        self._render = render
+        self._images = images or RolloutImages()
         self._truncate = truncate
         self._max_tokens_of = max_tokens_of
         self._judge = judge
@@ -181,12 +192,14 @@ class EnginePlayer:
         """Make one attempt: sample, then judge. Errors of the attempt are outcomes; errors of the engine are raised."""
         times: list[tuple[float, float]] = []
         version: int | None = None
-        routed = np.empty(0, np.int32)  # prompt and answer of the last turn, whose experts are recorded
+        routed = np.empty(0, np.int32)  # keys of the last prompt and answer, whose experts are recorded
 
-        async def ask(prompt: Ids, turn: int, room: int) -> Completion:
+        async def ask(prompt: RenderedPrompt, turn: int, room: int) -> Completion:
             nonlocal version, routed
             began = 0.0
-            known = len(routed) if np.array_equal(prompt[: len(routed)], routed) else 0
+            images = await self._images.find(prompt)
+            keys = keyed_ids(prompt.ids, prompt.images)
+            known = len(routed) if np.array_equal(keys[: len(routed)], routed) else 0
             routes_start = find_routes_start(sampling.routes_start, known)
 
             def on_start() -> None:
@@ -202,29 +215,38 @@ class EnginePlayer:
                         sampling, seed=seeds(turn), max_tokens=most, version=version, routes_start=routes_start
                     )
                     on_start()  # an engine may not say when it begins
-                    completion = await self._engine.generate(prompt, params, on_start=on_start)
+                    completion = await self._engine.generate(prompt.ids, params, images=images, on_start=on_start)
                     times.append((began, time.time()))
                     if completion.routes is not None:
-                        routed = np.concatenate([prompt, completion.ids])
+                        routed = np.concatenate([keys, completion.ids])
                     return completion
             except TimeoutError as error:
                 message = f"No answer within `collect.timeout` = {self._timeout:g} seconds."
                 raise EpisodeEndedError(Outcome.TIMED_OUT, message) from error
 
+        if task.images:  # it was not issued: the answer is not recorded
+            await self._images.put(list(task.images.values()))
         if self._episodes is not None and self._episodes.config.plays(task.source):
-            played = await self._judge_episode(task, await self._episodes.play(task, ask), self._episodes)
-            return replace(played, times=tuple(times))
-        prompt = self._truncate(self._prompt_ids(task.fields["prompt"]))
+            episode = await self._episodes.play(task, ask, self._images)
+            return replace(await self._judge_episode(task, episode, self._episodes), times=tuple(times))
+        return replace(await self._play_answer(task, ask, sampling.max_tokens), times=tuple(times))
+
+    async def _play_answer(self, task: Task, ask: AnswerFunction, max_tokens: int) -> PlayedRollout:
+        """Make an attempt of one answer."""
+        rendered = self._render(task.fields["prompt"])
+        cut = self._truncate(rendered.ids)
+        assert len(cut) == len(rendered.ids) or not rendered.images, "the data refuse to cut prompts with images"
+        prompt = RenderedPrompt(cut, rendered.images)
         try:
-            completion = await ask(prompt, 0, sampling.max_tokens)
+            completion = await ask(prompt, 0, max_tokens)
         except EpisodeEndedError as ended:
             return PlayedRollout((), Verdict.failure(ended.outcome, str(ended)))
         verdict = await self._judge.judge(task, completion.text)
         finish = completion.finish_reason
         # in a mix, the turns of other sources name the states in which they began
         anchor = None if self._episodes is None else state_number(None, check_observation(task.fields["prompt"]))
-        turns = (Turn(prompt, completion, 0, anchor=anchor),)
-        return PlayedRollout(turns, verdict, finish == "length", finish, times=tuple(times))
+        turns = (Turn(prompt.ids, completion, 0, anchor=anchor, images=prompt.images),)
+        return PlayedRollout(turns, verdict, finish == "length", finish)
 
     async def _judge_episode(self, task: Task, episode: Episode, episodes: EpisodePlayer) -> PlayedRollout:
         """Judge the last answer of a multi-turn rollout, and return the attempt's result."""

@@ -36,9 +36,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from etude.errors import DataError, EtudeError, NotFoundError, StoreError
-from etude.images import ImageRef, image_digest
-from etude.images.addresses import media_type
-from etude.images.decoding import ImageLimits, inspect_image
+from etude.images import ImageRef
 from etude.records import Turn
 from etude.running_time import running_time
 from etude.store.journal.events import (
@@ -52,7 +50,6 @@ from etude.store.journal.events import (
     TurnRecorded,
     TurnRewarded,
 )
-from etude.store.journal.images import StoredImage
 from etude.store.journal.journal import Journal, Transaction
 from etude.store.journal.json_values import json_size, to_json_value
 from etude.store.journal.states import RolloutState, TaskState
@@ -79,6 +76,7 @@ from etude.store.queue.records import (
     StopOrder,
 )
 from etude.store.queue.rollout_queue import RolloutQueue
+from etude.store.queue.stored_images import store_images
 from etude.store.queue.waiters import RUNNER_INFO, PendingClaim, PendingWait
 from etude.store.queue.writer_thread import PendingResult, WriterThread
 
@@ -88,8 +86,6 @@ KEY_GRACE_S = 600.0
 """Seconds that the keys of an attempt stay valid beyond its time limit."""
 UNLIMITED_S = 30 * 86400.0
 """Seconds that the keys are valid where the attempt has no time limit."""
-MAX_IMAGE_BYTES = 64 * 2**20
-"""Bytes of the largest image that is stored. Requests have smaller limits of their own."""
 ENDS = (AttemptEnded, RolloutCancelled, RolloutExpired)
 LOCAL_OWNER = QueueOwner("this run", "here")
 """The owner of a queue over a run's own journal, in any directory. File permissions decide who may write to it."""
@@ -239,7 +235,7 @@ class LocalRolloutQueue(RolloutQueue):
     # -- images -------------------------------------------------------------------------------------------------------
 
     async def put_images(self, contents: Sequence[bytes]) -> list[ImageRef]:
-        return await asyncio.to_thread(self._store_images, tuple(contents))
+        return await asyncio.to_thread(store_images, self.journal, tuple(contents))
 
     async def get_images(self, digests: Sequence[str]) -> dict[str, bytes]:
         found = await asyncio.to_thread(self.journal.images, tuple(digests))
@@ -314,19 +310,7 @@ class LocalRolloutQueue(RolloutQueue):
                 check_unsealed(txn, key)
             txn.append([event])
 
-    # -- work in threads that may block on the disk -----------------------------------------------------------------
-
-    def _store_images(self, contents: Sequence[bytes]) -> list[ImageRef]:
-        digests = [image_digest(content) for content in contents]
-        known = self.journal.image_refs(digests)
-        new: dict[str, StoredImage] = {}
-        for place, (digest, content) in enumerate(zip(digests, contents, strict=True)):
-            if digest not in known:
-                owner = "The image" if len(contents) == 1 else f"Image {place}"
-                known[digest] = inspect_image(content, ImageLimits(MAX_IMAGE_BYTES), owner)
-                new[digest] = StoredImage(known[digest], media_type(content), content)
-        self.journal.put_images(list(new.values()))
-        return [known[digest] for digest in digests]
+    # -- reads, in threads that may block on the disk -----------------------------------------------------------------
 
     def _read_ends(self, cursor: int, limit: int) -> tuple[int, list[tuple[int, int]]]:
         """Return the newest position, and the first ends after a cursor as pairs of position and rollout, from the

@@ -7,12 +7,14 @@ import shutil
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from etude.cli import main
 from etude.errors import ConfigError, IllegalTransitionError
+from etude.images import ImageSpan
 from etude.recipes.agents import remote_store as joining
 from etude.recipes.agents.remote_store import MirroredRolloutQueue
 from etude.records import Outcome, Task
@@ -36,6 +38,7 @@ from etude.store.queue.keys import Keyring
 from etude.store.queue.local_queue import LocalRolloutQueue
 from etude.store.queue.rollout_queue import AttemptId, AttemptReport, QueueOwner, RolloutQuery, RolloutRequest
 from tests.contracts.rollout_queues import claim, wanted
+from tests.data.test_task_images import png
 from tests.joined import LOOKER, made, started
 from tests.store.made import turn
 
@@ -111,6 +114,28 @@ def test_an_ended_rollout_is_copied_completely_at_once() -> None:
         assert copied.reward == 0.25
         assert await far.seal([0, 1, 2]) == mine.rollouts()
         assert [state.id for state in (await far.wait(0, 10))[1]] == [1, 0, 2], "returned again, and not written again"
+
+    joined(story, mine, theirs)
+
+
+def test_the_images_that_turns_show_are_copied_with_them() -> None:
+    mine, theirs = open_store(), open_store()
+
+    async def story(far: MirroredRolloutQueue, store_queue: LocalRolloutQueue) -> None:
+        (ours,) = await far.put_images([png("red")])
+        assert set(mine.image_refs([ours.digest])) == set(theirs.image_refs([ours.digest])) == {ours.digest}
+        (shown,) = await store_queue.put_images([png("blue")])  # as the endpoint of another process does
+        await far.enqueue(wanted(0, 1))
+        (first,) = await claim(store_queue)
+        await store_queue.record_turn(first.attempt_id, replace(turn(), images=(ImageSpan(shown.digest, 0, 2),)))
+        await store_queue.finish(first.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0))
+        await far.wait(0, 10)
+        assert mine.images([shown.digest])[shown.digest].content == png("blue")
+        assert mine.turns(0)[0].images == (ImageSpan(shown.digest, 0, 2),)
+        assert await far.get_images([ours.digest, shown.digest, "0" * 64]) == {
+            ours.digest: png("red"),
+            shown.digest: png("blue"),
+        }
 
     joined(story, mine, theirs)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from etude import call_task
-from etude.chat import ChatRenderer, Tokenizer
+from etude.chat import ChatRenderer, RenderedPrompt, Tokenizer
 from etude.chat import toolbox as calls
 from etude.data.samples import build_samples
 from etude.errors import ConfigError, EngineError, EnvError
@@ -111,7 +111,7 @@ def play(
         with Judge(reward or EnvironmentReward()) as judge:
             episodes = EpisodePlayer(EnvConfig(**options, timeout=environment_timeout), chat, longest)
             player = EnginePlayer(
-                prompt_ids=chat.prompt_ids,
+                render=chat.render_prompt,
                 engine=engine,
                 judge=judge,
                 timeout=timeout,
@@ -298,7 +298,7 @@ def test_a_failed_judge_is_a_failure_of_the_attempt(without_template: ChatRender
         ("text", "returned a value of type str; it returns an Observation"),
         (
             "typo",
-            "The observation shown on task 3 is invalid: .* text or a list of messages; a value of type int was given",
+            "The observation shown on task 3 is invalid: .* a list of texts and images; a value of type int was given",
         ),
         ("half", "unpaired surrogate"),
         ("wrong", "gave 'white' for `role`"),
@@ -424,7 +424,7 @@ def test_many_rollouts_do_not_wait_for_each_others_environments(without_template
         with Judge(EnvironmentReward()) as judge:
             config = EnvConfig(path=f"{PARTNERS}:Blocks", max_concurrency=at_once)
             player = EnginePlayer(
-                prompt_ids=lambda _: np.zeros(1, np.int32),
+                render=lambda _: RenderedPrompt(np.zeros(1, np.int32)),
                 engine=engine,
                 judge=judge,
                 timeout=5.0,
@@ -448,7 +448,7 @@ def test_without_an_environment_an_attempt_is_one_answer(without_template: ChatR
         with Judge(lambda task, answer: float(len(answer))) as judge:
             engine = Speaker(without_template, lambda *_: "123")
             player = EnginePlayer(
-                prompt_ids=without_template.prompt_ids,
+                render=without_template.render_prompt,
                 engine=engine,
                 judge=judge,
                 timeout=1.0,

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 import numpy as np
 import pytest
 
+from etude.chat import RenderedPrompt
 from etude.data import Dataset
 from etude.errors import CollectionError, EngineError
 from etude.recipes.collect import evaluation_player
@@ -40,7 +41,7 @@ def evaluating(engine: Scripted, store: Journal) -> Iterator[tuple[Evaluator, Re
         judge = stack.enter_context(Judge(judged, JudgingConfig()))
         loop = stack.enter_context(LoopThread())
         player = EnginePlayer(
-            prompt_ids=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
+            render=lambda prompt: RenderedPrompt(np.frombuffer(prompt.encode(), np.uint8).astype(np.int32)),
             engine=engine,
             judge=judge,
             timeout=5.0,

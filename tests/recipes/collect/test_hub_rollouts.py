@@ -47,7 +47,7 @@ def play(chat: ChatRenderer, pool: HubPool, *answers: str, **fields: Any) -> Pla
         with Judge(EnvironmentReward()) as judge:
             episodes = EpisodePlayer(ENV, chat, 400, pool)
             player = EnginePlayer(
-                prompt_ids=chat.prompt_ids,
+                render=chat.render_prompt,
                 engine=engine,
                 judge=judge,
                 timeout=5.0,

@@ -17,7 +17,7 @@ import pytest
 
 from etude import call_task
 from etude.batch import Batch
-from etude.chat import ChatRenderer, Tokenizer
+from etude.chat import ChatRenderer, RenderedPrompt, Tokenizer
 from etude.data import SAMPLERS, Dataset
 from etude.envs import Observation, TextEnv
 from etude.errors import CollectionError, EngineError, RewardError
@@ -146,7 +146,7 @@ def sourced(
     ):
         config = CollectionConfig(**({"tasks": 2, "group_size": 3} | collection))
         player = EnginePlayer(
-            prompt_ids=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
+            render=lambda prompt: RenderedPrompt(np.frombuffer(prompt.encode(), np.uint8).astype(np.int32)),
             engine=engine,
             judge=judge,
             timeout=config.timeout,

@@ -18,6 +18,7 @@ from etude.recipes.collect.evaluation_player import EvaluationPlayer
 from etude.recipes.collect.newest_version import newest_version
 from etude.recipes.collect.player import AttemptPlayer, EnginePlayer
 from etude.recipes.collect.requested import RequestedRollouts
+from etude.recipes.collect.rollout_images import RolloutImages
 from etude.recipes.collect.rollouts import PutSamples
 from etude.recipes.collect.sampling import SamplingConfig
 from etude.recipes.collect.statistics import CollectionWarnings
@@ -129,7 +130,8 @@ class RolloutBuilder:
         config = self.run.agent
         if not config.is_enabled:
             sampling = self.run.evaluate.sampling.fill_from(self.run.sampling)
-            return self._build_evaluator(self._build_player(self._build_episodes(), sampling))
+            images = RolloutImages(max_images=self.run.vision.max_images)
+            return self._build_evaluator(self._build_player(self._build_episodes(), sampling, images))
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
         store = stack.enter_context(closing(open_store()))
         overrides = {"store": None, "listen": "127.0.0.1:0", "runners": config.runners or 1}
@@ -172,11 +174,12 @@ class RolloutBuilder:
         """Return the rollouts that are requested from the run's engine, and the player of those that are scored."""
         run = self.run
         episodes = self._build_episodes()
+        images = RolloutImages(queue, run.vision.max_images)
         scored_with = run.evaluate.sampling.fill_from(run.sampling)
-        scoring = self._build_player(episodes, scored_with)
+        scoring = self._build_player(episodes, scored_with, images)
         players: Mapping[RolloutPurpose, tuple[EnginePlayer, SamplingParams]] = {
             "train": (
-                self._build_player(episodes, run.sampling),
+                self._build_player(episodes, run.sampling, images),
                 run.training_params(),
             ),
             "val": (scoring, scored_with.params()),
@@ -207,7 +210,14 @@ class RolloutBuilder:
         run = self.run
         if not run.data.val:
             return None
-        loader = TaskLoader(run.data, run.env, run.reward, self.chat, for_agents=run.has_agents)
+        loader = TaskLoader(
+            run.data,
+            run.env,
+            run.reward,
+            self.chat,
+            for_agents=run.has_agents,
+            max_images=run.vision.max_images,
+        )
         dataset, _ = loader.load("data.val", run.data.val)
         if isinstance(run.reward, BySourceReward):
             DataSources("data.val", dataset.sources()).check_rewards(run.reward.sources)
@@ -226,11 +236,13 @@ class RolloutBuilder:
     def _build_episodes(self) -> EpisodePlayer | None:
         return build_episode_player(self.run.env, self.max_total_tokens, self.chat, self.hub)
 
-    def _build_player(self, episodes: EpisodePlayer | None, sampling: SamplingConfig) -> EnginePlayer:
+    def _build_player(
+        self, episodes: EpisodePlayer | None, sampling: SamplingConfig, images: RolloutImages
+    ) -> EnginePlayer:
         """Return the player of the run's attempts with its engine. sampling: has the lengths of answers."""
         run = self.run
         return EnginePlayer(
-            prompt_ids=self.chat.prompt_ids,
+            render=self.chat.render_prompt,
             truncate=run.data.truncate,
             max_tokens_of=sampling.max_tokens_of,
             engine=self.engine,
@@ -239,4 +251,5 @@ class RolloutBuilder:
             max_concurrency=run.rollout.max_concurrency(run.ranks),
             episodes=episodes,
             newest_version=newest_version(self.engine),
+            images=images,
         )

@@ -61,7 +61,14 @@ def assemble_parts(
     chat = build_chat_renderer(run.model, run.chat)
     refuse_uncallable_tools(run.env.tools, chat)
     hub = stack.enter_context(open_hub(run))
-    loader = TaskLoader(run.data, run.env, run.reward, chat, for_agents=run.has_agents)
+    loader = TaskLoader(
+        run.data,
+        run.env,
+        run.reward,
+        chat,
+        for_agents=run.has_agents,
+        max_images=run.vision.max_images,
+    )
     train, overlong = loader.load("data.train", run.data.train)
     check_numbers(train, run.data.batch_columns)
     _check_sources(run, train)

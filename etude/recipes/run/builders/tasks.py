@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from etude.chat import ChatRenderer
 from etude.data import DataConfig, Dataset
 from etude.errors import ConfigError, DataError
 from etude.observe import get_logger
 from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.rollout_images import check_image_count
 from etude.rewards import RewardFunction
 
 
@@ -26,6 +28,8 @@ class TaskLoader:
     chat: ChatRenderer
     for_agents: bool = False
     """True if agents get the tasks: all columns of their rows, and they need no prompt."""
+    max_images: int | None = None
+    """The most images of a prompt."""
 
     def load(self, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
         """Load the tasks of some files, and return them with the number of prompts that are too long.
@@ -41,7 +45,13 @@ class TaskLoader:
                 f"`env.tools` offers functions by the chat template, and {dataset.location(0)} has a text prompt, "
                 "which is continued without one. Give prompts as messages."
             )
-        encode_prompt = partial(self.chat.prompt_ids, tools=() if toolbox is None else toolbox.schemas)
+        tools = () if toolbox is None else toolbox.schemas
+
+        def encode_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
+            rendered = self.chat.render_prompt(prompt, tools)
+            check_image_count(rendered, self.max_images)
+            return rendered.ids
+
         fitting, counts = dataset.filter_overlong(encode_prompt, self.data.max_prompt_length, self.data.overlong)
         over = int(counts.reduce()["overlong_prompts"])
         if over:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from etude.chat import RenderedPrompt
 from etude.config.only_with import idle_options
 from etude.data import Dataset
 from etude.errors import EngineError
@@ -73,7 +74,7 @@ def evaluated(directory: Path, engine: Adapters) -> Iterator[tuple[PeriodicEvalu
         RunLog([JsonlSink()], RunInfo("run", directory, STEPS)) as log,
     ):
         player = EnginePlayer(
-            prompt_ids=lambda _: np.ones(3, np.int32),
+            render=lambda _: RenderedPrompt(np.ones(3, np.int32)),
             engine=engine,
             judge=judge,
             timeout=5.0,
