@@ -25,6 +25,7 @@ from etude.models import Model, create, save, tiny_config
 from etude.recipes.supervised.examples import batch_of
 from etude.recipes.workers.policy_worker import LossObjective
 from etude.train import Learner, TrainConfig
+from etude.train.images import PixelCache
 from etude.train.optim import PRECISIONS
 
 PAD, END = "<pad>", "<end>"
@@ -74,9 +75,18 @@ def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim
     return model
 
 
-def imitate(model: Model, training: TrainConfig, batches: Iterable[Batch], advance: Callable[[], None]) -> None:
-    """Train a model on batches of demonstrations, `STEPS` of them."""
-    learner, objective = Learner(model, training, steps=STEPS), LossObjective(SFT())
+def imitate(
+    model: Model,
+    training: TrainConfig,
+    batches: Iterable[Batch],
+    advance: Callable[[], None],
+    *,
+    steps: int | None = None,
+    pixels: PixelCache | None = None,
+) -> None:
+    """Train a model on batches of demonstrations, `steps` of them; by default `STEPS`. pixels: of their images."""
+    learner = Learner(model, training, steps=STEPS if steps is None else steps, pixels=pixels)
+    objective = LossObjective(SFT())
     for batch in batches:
         learner.update(batch, objective)
         advance()

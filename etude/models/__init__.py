@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from etude.models.prepack import PrepackedWeights
     from etude.models.shapes import AttentionShape
     from etude.models.step_ops import MakeStepOps, StepMemory, StepOps, StepRows, TorchStepOps
-    from etude.models.tiny import tiny_config
+    from etude.models.tiny import tiny_config, tiny_vision_config
     from etude.models.token_sets import HeadRows, TokenSets
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "read_context_length",
     "save",
     "tiny_config",
+    "tiny_vision_config",
     "token_logp",
 ]
 
@@ -67,7 +68,7 @@ __getattr__ = lazy_getattr(
         "shapes": ("AttentionShape",),
         "model": ("Model",),
         "engine_model": ("EngineModel",),
-        "tiny": ("tiny_config",),
+        "tiny": ("tiny_config", "tiny_vision_config"),
     },
 )
 

@@ -70,3 +70,58 @@ def tiny_config(
         sizes["intermediate_size"] = intermediate or 3 * hidden
     config: PreTrainedConfig = AutoConfig.for_model(kind, **{**sizes, **own, **more})
     return config
+
+
+def tiny_vision_config(
+    vocab_size: int,
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    intermediate: int = 128,
+    context: int = 2048,
+    patch: int = 4,
+    **token_ids: int,
+) -> PreTrainedConfig:
+    """Return the configuration of a Qwen3-VL whose text part and vision tower have these sizes.
+
+    patch: the side of a patch in pixels. token_ids: the ids of its words for images, by transformers' names.
+    """
+    plane = head_dim // 8  # of rows and of columns; time has the rest of a head's pairs
+    text = {
+        "vocab_size": vocab_size,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [head_dim // 2 - 2 * plane, plane, plane],
+            "mrope_interleaved": True,
+        },
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    tower = {
+        "depth": layers,
+        "hidden_size": hidden,
+        "out_hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_heads": heads,
+        "patch_size": patch,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 1,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 64,
+    }
+    config: PreTrainedConfig = AutoConfig.for_model(
+        "qwen3_vl", text_config=text, vision_config=tower, tie_word_embeddings=True, **token_ids
+    )
+    return config
