@@ -7,6 +7,7 @@ their count alone finds the wrong ones. Weights are large enough that each of th
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -119,8 +120,6 @@ ENCODER: dict[str, Any] = {
 }
 """The tower of the families that have a plain encoder."""
 
-_DIRECTORIES = TemporaryDirectory(prefix="etude-vlms-")
-
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
     """Return a picture of noise. The same seed and size give the same pixels."""
@@ -128,12 +127,22 @@ def picture(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-@cache
 def make_vlm(family: str) -> Path:
     """Write the tiny model of a family, if this process has not yet, and return its directory."""
-    where = Path(_DIRECTORIES.name, family)
+    return _make_vlm(family, os.getpid())
+
+
+@cache
+def _make_vlm(family: str, process: int) -> Path:
+    """Write the model of a family for this process: one that is forked does not share its parent's directories."""
+    where = Path(_directories(process).name, family)
     write_vlm(family, where)
     return where
+
+
+@cache
+def _directories(process: int) -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix=f"etude-vlms-{process}-")
 
 
 def write_vlm(family: str, where: Path, *, seed: int = 0) -> None:

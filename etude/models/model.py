@@ -167,6 +167,11 @@ class Model:
         return {name: weight for name, weight in self.named_weights() if self.has_vision and id(weight) not in text}
 
     @property
+    def trains_tower(self) -> bool:
+        """True if weights that compute the features of images are trained, or adapters of them."""
+        return any(weight.requires_grad for weight in self.tower_weights.values())
+
+    @property
     def _vision(self) -> VisionBackbone:
         assert isinstance(self._backbone, VisionBackbone), "only a model that takes images gets some"
         return self._backbone

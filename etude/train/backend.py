@@ -52,10 +52,13 @@ class Backend(Protocol):
         """The optimizer of the trained weights. On each rank it has that rank's rows."""
         ...
 
-    def micro_pass(self, wanted: frozenset[str], *, backward: bool) -> AbstractContextManager[None]:
+    def micro_pass(
+        self, wanted: frozenset[str], shows_images: bool = False, *, backward: bool
+    ) -> AbstractContextManager[None]:
         """Frame one micro-batch, of which these outputs are computed. Every rank enters it equally often.
 
         A rank without a micro-batch computes nothing inside; what the others need from it is then done at the end.
+        shows_images: any rank has images in it.
         """
         ...
 

@@ -7,18 +7,16 @@ Context tokens cost a forward pass and nothing more: logits are computed only fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from etude.algorithms import logits as logit_functions
-from etude.algorithms.view import Ranks, flatnonzero
-from etude.batch import Batch, Column, ColumnKind, Pack
-from etude.data.pack import micro_batches
+from etude.algorithms.view import flatnonzero
+from etude.batch import Batch, Pack
 from etude.errors import BatchError
 from etude.models import (
     HeadRows,
@@ -34,8 +32,6 @@ from etude.train.images import PixelCache, compute_hidden
 
 OutputFn = Callable[[Tensor, Tensor, float], Tensor]
 ComputeFn = Callable[[], dict[str, Tensor]]
-MicroBatch = tuple[Batch, dict[ColumnKind, Tensor]]
-"""A micro-batch, with the indices of its tokens and of its rollouts in the batch."""
 
 OUTPUT_FUNCTIONS: dict[str, OutputFn] = {
     "logp": logit_functions.token_logp,
@@ -49,8 +45,6 @@ Each function takes the logits, the tokens' ids and the temperature."""
 LISTED_BY = {"topk_logp": "teacher_topk_ids", "alternative_logp": "alternative_ids"}
 """The outputs that are the log-probs of several tokens and of all others together, by the column that lists these
 tokens."""
-TOKEN_OF_BATCH = "_token_of_batch"
-"""The column of a micro-batch that holds the index of each token in the batch."""
 ROUTES = "routes"
 """The output that is no function of the logits: the experts that each token goes through, context included."""
 ROLLOUT_OUTPUTS = frozenset({"score"})
@@ -299,35 +293,6 @@ class ForwardPass:
 
         sets = None if "value" in wanted else sets  # the scores of a critic are of no vocabulary
         return dict(zip(names, map_logit_chunks(self.model, hidden, compute_chunk, sets=sets), strict=True))
-
-
-def iterate_micro_batches(
-    batch: Batch, tokens: int, by: Literal["rollout", "group"], device: torch.device, *, image_weight: int = 1
-) -> Iterator[MicroBatch]:
-    """Yield micro-batches of about `tokens` tokens on a device, each with the batch indices of its tokens and rollouts.
-
-    The order of rollouts may differ from the batch's. image_weight: as for `micro_batches`.
-    """
-    index_columns = {
-        TOKEN_OF_BATCH: Column(ColumnKind.TOKEN, torch.arange(batch.num_tokens, device=batch.device)),
-        "_rollout_of_batch": Column(ColumnKind.UNIT, torch.arange(batch.num_rollouts, device=batch.device)),
-    }
-    indexed = batch.replace(extra={**batch.extra, **index_columns})
-    for micro in micro_batches(indexed, tokens, by, image_weight=image_weight):
-        yield micro.to(device), {column.kind: micro.extra[name].tensor.cpu() for name, column in index_columns.items()}
-
-
-def iterate_passes(
-    micros: Iterator[MicroBatch], empty: Batch, ranks: Ranks, frame: Callable[[], AbstractContextManager[None]]
-) -> Iterator[MicroBatch]:
-    """Yield each micro-batch within a frame, equally many on every rank.
-
-    A rank with fewer micro-batches yields `empty`, a batch without rollouts, in the remaining frames.
-    """
-    no_positions = {kind: torch.empty(0, dtype=torch.int64) for kind in (ColumnKind.TOKEN, ColumnKind.UNIT)}
-    while ranks.all_max(int((micro := next(micros, None)) is not None)):
-        with frame():
-            yield micro or (empty, no_positions)
 
 
 def _scatter(values: Tensor, at: Tensor, tokens: int) -> Tensor:

@@ -3,11 +3,13 @@
     ShardedModel (root)                 embedding, final norm, head     whole for a micro-batch
     └─ each decoder layer               one FSDP group each             whole while it computes
        └─ experts, on other ranks       another one, if ranks divide experts or layers
+    └─ each block of a trained tower    one FSDP group each; a frozen tower is the root's
                                         │
     AdamW over the DTensors  ◄──────────┘  gradients: sums over ranks, in float32
 
 All computation with weights runs inside the root's forward pass, where the root's weights are whole and each layer's
-hooks fire. Every rank makes the same passes: one without a micro-batch computes a single token and adds nothing.
+hooks fire. Every rank makes the same passes: one without a micro-batch computes a single token and adds nothing. One
+without images, where others have some, passes a small one through a trained tower, and adds nothing either.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ from etude.models.mixers import AloneMixer
 from etude.models.published_names import expert_name
 from etude.models.routes import RouteShape
 from etude.models.transformers_backbone import decoder_layers
+from etude.models.vision import tower_blocks
 from etude.train.config import TrainConfig
 from etude.train.context_parallel import refuse_undivided_heads
 from etude.train.device_mesh import ShardMeshes
 from etude.train.expert_parallel import choose_sharded_dimension, gather_experts, split_experts
 from etude.train.forward import ComputeFn, ForwardPass, ReferenceModel
-from etude.train.images import PixelCache
+from etude.train.images import PixelCache, small_image, use_small_image
 from etude.train.optim import PRECISIONS, ShardedOptimizer
 from etude.train.split_tokens import SplitTokens
 from etude.train.tensor_parallel import split_layers, sum_whole_gradients, whole_tensor
@@ -80,6 +83,10 @@ class ShardedModel(nn.Module):
         self._outputs: list[Tensor] | None = None
         """The outputs of the current micro-batch whose backward pass is not made yet."""
         self.layers = decoder_layers(model.module, model.num_layers)
+        self.tower = tower_blocks(model.module) if model.trains_tower else []
+        """The blocks of a tower that is trained."""
+        self._shows_images = False
+        """True if any rank has images in the current frame."""
         self.experts = [] if self.meshes.experts is None else find_experts(model.module)
         """The experts that other ranks share than the rest of their layers."""
         self._shard()
@@ -99,6 +106,8 @@ class ShardedModel(nn.Module):
             fully_shard(experts, mesh=self.meshes.experts, mp_policy=policy, shard_placement_fn=placement)
         for layer in self.layers:
             fully_shard(layer, mesh=self.meshes.layers, mp_policy=policy, ignored_params=unsharded)
+        for block in self.tower:
+            fully_shard(block, mesh=self.meshes.layers, mp_policy=policy, ignored_params=unsharded)
         fully_shard(self, mesh=self.meshes.root, mp_policy=policy, ignored_params=unsharded)
         for group in self.groups():
             group.set_gradient_divide_factor(1.0)
@@ -118,7 +127,8 @@ class ShardedModel(nn.Module):
             return compute()
         self._running = True
         try:
-            outputs: dict[str, Tensor] = self(compute)
+            with use_small_image(bool(self.tower) and self._shows_images):
+                outputs: dict[str, Tensor] = self(compute)
         finally:
             self._running = False
         self._computed = True
@@ -131,11 +141,15 @@ class ShardedModel(nn.Module):
         self._outputs = None
 
     @contextmanager
-    def micro_pass(self, *, backward: bool, reference: ReferenceModel | None = None) -> Iterator[None]:
+    def micro_pass(
+        self, shows_images: bool = False, *, backward: bool, reference: ReferenceModel | None = None
+    ) -> Iterator[None]:
         """Frame one micro-batch, and complete what this rank did not compute of it. Frames without a backward pass may
-        be nested. reference: the model that passes over the same micro-batch."""
-        before, completed = (self._computed, self._outputs), False
+        be nested. shows_images: any rank has images in it. reference: the model that passes over the same
+        micro-batch."""
+        before, completed = (self._computed, self._outputs, self._shows_images), False
         self._computed = False
+        self._shows_images = shows_images
         self._outputs = None
         try:
             yield
@@ -150,14 +164,14 @@ class ShardedModel(nn.Module):
                 self.reset()
             if reference is not None:
                 reference.release()
-            self._computed, self._outputs = before
+            self._computed, self._outputs, self._shows_images = before
 
     def run_empty(self, reference: ReferenceModel | None = None) -> None:
         """Run one token of each rank through the model and its head, for the exchanges of ranks that have more."""
         positions = torch.zeros(self.meshes.tensor_size, dtype=torch.int64, device=self.model.device)
 
         def compute() -> dict[str, Tensor]:
-            hidden = self.model.hidden(positions[:1], positions, _ZeroGradients())
+            hidden = self.model.hidden(positions[:1], positions, _ZeroGradients(), small_image(self.model))
             if reference is not None:
                 reference.run_empty()
             return {"logits": self.model.raw_logits(hidden).sum()}
@@ -213,9 +227,11 @@ class ShardedModel(nn.Module):
 
         by_expert: yield experts that ranks divide one at a time, by their `expert_name`.
         """
-        groups = {id(group) for group in (*self.layers, *self.experts)}
+        groups = {id(group) for group in (*self.layers, *self.experts, *self.tower)}
         names = {id(part): f"{name}." for name, part in self.module.named_modules() if id(part) in groups}
         yield from self._group_weights(cast(FSDPModule, self), self.module, "", skip=groups)
+        for block in self.tower:
+            yield from self._group_weights(cast(FSDPModule, block), block, names[id(block)], skip=groups)
         for layer in self.layers:
             for group in (layer, *self._experts_of(layer)):
                 divided = self.meshes.expert if by_expert and group is not layer else None
@@ -304,10 +320,12 @@ class FsdpBackend:
             option=option,
         )
 
-    def micro_pass(self, wanted: frozenset[str], *, backward: bool) -> AbstractContextManager[None]:
+    def micro_pass(
+        self, wanted: frozenset[str], shows_images: bool = False, *, backward: bool
+    ) -> AbstractContextManager[None]:
         """Frame one micro-batch, and complete what this rank did not compute of it."""
         reference = self._reference if "full_kl" in wanted else None
-        return self._sharded.micro_pass(backward=backward, reference=reference)
+        return self._sharded.micro_pass(shows_images, backward=backward, reference=reference)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's loss."""

@@ -9,6 +9,9 @@ price of one forward pass.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +23,11 @@ from etude.errors import BatchError
 from etude.images.decoding import open_image
 from etude.images.pixels import PixelReader, Pixels
 from etude.models import Model, PackedAttention
-from etude.models.vision import PassImages, axes_positions, place_features
+from etude.models.vision import PassImages, axes_positions, place_features, small_pixels
 
 MAX_PIXEL_BYTES = 512 * 2**20
 """The most bytes of pixels that are kept from pass to pass."""
+_small_image: ContextVar[bool] = ContextVar("small_image", default=False)
 
 
 class PixelCache:
@@ -53,9 +57,25 @@ class PixelCache:
         return pixels
 
 
-def image_weight(model: Model) -> int:
-    """Return the tokens that an image token counts as in an update: a trained tower keeps activations too."""
-    return 2 if any(weight.requires_grad for weight in model.tower_weights.values()) else 1
+@contextmanager
+def use_small_image(used: bool) -> Iterator[None]:
+    """Pass a small image through the tower in each pass without images in this context, if `used` is true.
+
+    Ranks exchange the weights of a trained tower block by block. So each of them passes the tower as often.
+    """
+    token = _small_image.set(used)
+    try:
+        yield
+    finally:
+        _small_image.reset(token)
+
+
+def small_image(model: Model) -> PassImages | None:
+    """Return an image whose features no token takes, if this context uses one. Their gradient is zero."""
+    if not _small_image.get():
+        return None
+    none = torch.empty(0, dtype=torch.int64, device=model.device)
+    return PassImages(model.encode_images([small_pixels(model.module.config)]), none, none)
 
 
 def compute_hidden(model: Model, pack: Pack, pixels: PixelCache | None) -> Tensor:
@@ -64,7 +84,7 @@ def compute_hidden(model: Model, pack: Pack, pixels: PixelCache | None) -> Tenso
     pixels: None for a model that takes text alone, or that is given rows without images.
     """
     if pack.images is None:
-        return model.hidden(pack.ids, pack.positions, PackedAttention(pack))
+        return model.hidden(pack.ids, pack.positions, PackedAttention(pack), small_image(model))
     if pixels is None or not model.has_vision:
         raise BatchError(
             f"The rows show {len(pack.images.contents)} images, and this model takes text alone. Give a "

@@ -34,11 +34,12 @@ from etude.train.balance_loss import BalanceLoss
 from etude.train.config import TrainConfig
 from etude.train.expert_loads import ExpertLoads
 from etude.train.flops import ModelFlops
-from etude.train.forward import LISTED_BY, ROUTES, MicroBatch, ReferenceModel, iterate_micro_batches, iterate_passes
+from etude.train.forward import LISTED_BY, ROUTES, ReferenceModel
 from etude.train.fsdp import FsdpBackend
-from etude.train.images import PixelCache, image_weight
+from etude.train.images import PixelCache
 from etude.train.local import LocalBackend
 from etude.train.memory import OffloadedTensors, peak_memory, total_memory
+from etude.train.micro_batches import MicroBatch, iterate_frames, iterate_micro_batches, iterate_passes, split_update
 from etude.train.optim import GradientWatcher, compute_learning_rate, local_part
 from etude.train.ranks import sum_denominators
 from etude.train.router_replay import RouterReplay
@@ -196,14 +197,13 @@ class Learner:
             self._check_outputs(objective)
             scale = float(self._backend.optimizer.scale)
             balance = self.replay.balance(batch, self.ranks, scale)
-            tokens, by = self._config.max_tokens_per_micro_batch, objective.split_unit
-            found = iterate_micro_batches(batch, tokens, by, self.model.device, image_weight=image_weight(self.model))
-            micros = [micro for micro, _ in found if micro.num_rollouts]
-            for index in range(self.ranks.all_max(len(micros))):
-                with self._backend.micro_pass(objective.forward_outputs(), backward=True):
-                    if index < len(micros):
-                        with self._name_memory_options(micros[index]):
-                            value, cost = self._run_micro_batch(micros[index], objective, whole, balance, backward=True)
+            tokens = self._config.max_tokens_per_micro_batch
+            micros = split_update(batch, tokens, objective.split_unit, self.model)
+            for micro, shows_images in iterate_frames(micros, self.ranks, compares_images=self.model.trains_tower):
+                with self._backend.micro_pass(objective.forward_outputs(), shows_images, backward=True):
+                    if micro is not None:
+                        with self._name_memory_options(micro):
+                            value, cost = self._run_micro_batch(micro, objective, whole, balance, backward=True)
                         metrics.merge(value.metrics)
                         loss = loss + value.loss.detach()
                         flops += cost

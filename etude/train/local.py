@@ -60,9 +60,9 @@ class LocalBackend:
         )
 
     @contextmanager
-    def micro_pass(self, wanted: frozenset[str], *, backward: bool) -> Iterator[None]:
+    def micro_pass(self, wanted: frozenset[str], shows_images: bool = False, *, backward: bool) -> Iterator[None]:
         """Frame one micro-batch."""
-        del wanted, backward
+        del wanted, shows_images, backward
         yield
 
     def backward(self, loss: Tensor) -> None:

@@ -14,7 +14,8 @@ from etude.data.pack import pack_prefix_tree
 from etude.models import Model
 from etude.protocols import Ids
 from etude.records import Rollout, Sample
-from etude.train.forward import ForwardPass, iterate_micro_batches
+from etude.train.forward import ForwardPass
+from etude.train.micro_batches import iterate_micro_batches
 
 
 class ModelScorer:

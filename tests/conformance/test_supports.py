@@ -13,7 +13,7 @@ from etude.algorithms.entropy import EntropyConfig
 from etude.algorithms.losses import LOSSES
 from etude.batch import SupportSets
 from etude.support import Support
-from etude.train.forward import iterate_micro_batches
+from etude.train.micro_batches import iterate_micro_batches
 from tests.conformance.supports import CUTS, IDS, LENGTH, STATES, SampledAnswers, sample, state_logits
 
 SUM = "seq-mean-token-sum"

@@ -25,6 +25,7 @@ from etude.algorithms.losses.clip import PPO
 from etude.algorithms.losses.preference import RewardModelLoss
 from etude.algorithms.losses.supervised import ValueLoss
 from etude.checkpoint import CheckpointManager, export
+from etude.data.partition import partition_rollouts
 from etude.dispatch import LocalCrew
 from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import ConfigError, TrainingError
@@ -33,6 +34,7 @@ from etude.protocols import Crew
 from etude.train import FrozenModel, MeshConfig, load_weights
 from etude.train.device_mesh import ShardMeshes
 from etude.train.fsdp import ShardedModel
+from etude.train.images import PixelCache
 from tests.recipes.ranked import (
     RankPolicy,
     adapted_model,
@@ -41,11 +43,14 @@ from tests.recipes.ranked import (
     model_with_unused_weight,
     partly_frozen_model,
     score_model,
+    seeing_policy,
     start_crew,
     unfused_model,
 )
 from tests.train.tasks import VOCABULARY, answered, model, rollouts
 from tests.train.test_scoring import pairs
+from tests.vision_rows import ANSWERS, VisionRows
+from tests.vlms import make_vlm
 
 pytestmark = pytest.mark.xdist_group("ranks")  # the crews that its tests share are slow to start
 
@@ -657,3 +662,46 @@ def pass_cost(prompt: int, answers: list[int]) -> float:
     pairs = prompt * (prompt + 1) / 2 + sum(answer * prompt + answer * (answer + 1) / 2 for answer in answers)
     attended = 2 * policy.num_layers * policy.heads.query_heads * policy.heads.width * pairs
     return layers * (prompt + sum(answers)) + head * sum(answers) + attended
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_vl", {"tower": False}),
+        ("qwen3_vl", {"tower": True}),
+        ("smolvlm", {"tower": True, "rank": 4, "targets": ("q_proj", "vision_model.*.q_proj")}),
+    ],
+)
+def test_a_rank_without_images_takes_part(two: ProcessCrew, family: str, options: dict[str, Any]) -> None:
+    """One group has images and one has none, so a rank sees none; in one of two sizes of micro-batches, some frames
+    have images and others have none on any rank."""
+    rows = VisionRows(family)
+    halves = rows.batch.select([*range(2 * ANSWERS), *range(3 * ANSWERS, 4 * ANSWERS)])
+    shown = [bool(halves.select(part).images) for part in partition_rollouts(halves, 2)]
+    assert sorted(shown) == [False, True]
+    for tokens in (10_000, 60):
+        start: dict[str, Any] = {
+            "policy": partial(seeing_policy, where=rows.where, **options),
+            "pixels": partial(PixelCache.load, rows.where),
+            "max_tokens_per_micro_batch": tokens,
+        }
+        rank = RankPolicy()
+        one = LocalCrew(rank)
+        one.call(RankPolicy.start, **start)
+        two.call(RankPolicy.start, engine="fsdp", **start)
+        for crew in (one, two):
+            annotated = crew.call(RankPolicy.annotate, halves, frozenset({"old_logp"}))
+            crew.call(RankPolicy.supervised_update, annotated)
+        expected, gradient = one.call(RankPolicy.gradient), two.call(RankPolicy.gradient)
+        tower = rank.learner.model.tower_weights.keys()
+        assert expected.keys() == gradient.keys() and bool(expected.keys() & tower) is options["tower"]
+        for name, exact in expected.items():
+            torch.testing.assert_close(gradient[name], exact, rtol=1e-5, atol=1e-7, msg=name)
+        assert weight_difference(one, two) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_a_vision_model_is_read_in_shards(two: ProcessCrew, family: str) -> None:
+    """The sharded model passes the check with an image, and its tower's weights are found block by block."""
+    expected = dict(load(make_vlm(family), dtype=torch.float32).named_weights())
+    assert all(weights_equal(weights, expected) for weights in two.call(RankPolicy.load_weights, make_vlm(family)))

@@ -30,9 +30,20 @@ from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig
 from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import TrainingError
-from etude.models import Head, LoraAdapterConfig, Model, PackedAttention, adapt, compiled_layers, create, tiny_config
+from etude.models import (
+    Head,
+    LoraAdapterConfig,
+    Model,
+    PackedAttention,
+    adapt,
+    compiled_layers,
+    create,
+    load,
+    tiny_config,
+)
 from etude.observe import Metrics
 from etude.protocols import Gather, Split, dispatch_mode
+from etude.recipes.run.builders.policy import choose_trained
 from etude.recipes.run.roles import POLICY_COLUMNS, REFERENCE_COLUMNS
 from etude.recipes.supervised.worker import annotate_with_reference
 from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, PolicyWorker
@@ -41,6 +52,7 @@ from etude.train import FrozenModel, Learner, MeshConfig, RoutedModels, TrainCon
 from etude.train.backend import HeldModel
 from etude.train.device_mesh import ShardMeshes, build_mesh
 from etude.train.fsdp import ShardedModel
+from etude.train.images import PixelCache
 from etude.train.memory import OffloadedTensors
 from etude.train.optim import PRECISIONS
 from etude.train.sharded_loading import load_sharded
@@ -78,11 +90,13 @@ class RankPolicy:
         engine: Literal["local", "fsdp"] = "local",
         offload_activations: bool = False,
         compiler: str = "aot_eager",
+        pixels: Callable[[], PixelCache] | None = None,
         **options: Any,
     ) -> None:
         """Build a new policy. The learning rate is high enough to see its effect.
 
         compiler: the compiler of layers with `compile`; the default one traces as torch's own does, in less time.
+        pixels: makes those of the images of batches.
         """
         compiled_layers.BACKEND = compiler
         config = TrainConfig(precision=precision, **{"learning_rate": 1e-2, "max_grad_norm": 0.5, **options})
@@ -106,7 +120,8 @@ class RankPolicy:
         )
         reference = self.reference if uses_reference else None
         self.held = held
-        self.learner = Learner(held, config, steps=20, peak=1e12, reference=reference)
+        read = None if pixels is None else pixels()
+        self.learner = Learner(held, config, steps=20, peak=1e12, reference=reference, pixels=read)
         if offload_activations:
             self.learner.model.activation_checkpointing = "offload"  # the option itself is refused without a GPU
         auxiliary = AuxiliaryModels({"ref_logp": self.reference})
@@ -366,6 +381,12 @@ def unfused_model(precision: str, policy: Callable[[str], Model] = model) -> Mod
         if isinstance(part, Gemma2RMSNorm):
             part.forward = MethodType(_norm_of_gemma, part)
     return Model(module, fused=False)
+
+
+def seeing_policy(precision: str, where: Path, *, tower: bool, **lora: Any) -> Model:
+    """Return the vision-language model of a directory. tower: train its tower too, or its adapters."""
+    seeing = load(where, dtype=PRECISIONS[precision])
+    return choose_trained(seeing, LoraAdapterConfig(**lora), (), tower=tower, seed=0)
 
 
 def model_with_unused_weight(precision: str) -> Model:

@@ -36,7 +36,7 @@ from etude.store import Journal, open_store
 from etude.tools.plan.dry_run import worst_case_batch
 from etude.tools.replay.command import replay
 from etude.tools.replay.options import read_options
-from etude.train.forward import iterate_micro_batches
+from etude.train.micro_batches import iterate_micro_batches
 from tests.dispatch.workers import Reader
 from tests.recipes.collect.commits import record_commits
 from tests.recipes.collect.test_sources import TASKS, Scripted, sourced

@@ -41,7 +41,7 @@ from etude.rollout.server_client import ServerAddress
 from etude.sync import publish_to_engine
 from etude.token_routes import ServedRoutes
 from etude.train import Learner, ScoringModel
-from etude.train.forward import TOKEN_OF_BATCH
+from etude.train.micro_batches import TOKEN_OF_BATCH
 from etude.train.optim import ignore_gradient
 from etude.train.ranks import current_ranks
 

@@ -64,7 +64,8 @@ from etude.tools.plan.memory_tracker import MemoryTracker
 from etude.tools.plan.supervised_dry_run import SupervisedDryRun
 from etude.train import Learner
 from etude.train.backend import HeldModel, model_of
-from etude.train.forward import ForwardPass, iterate_micro_batches
+from etude.train.forward import ForwardPass
+from etude.train.micro_batches import iterate_micro_batches
 from etude.train.optim import PRECISIONS
 
 ALL_ROLES = frozenset({"policy", "engine", *ROLES})

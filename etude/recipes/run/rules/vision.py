@@ -37,8 +37,3 @@ def check_vision(run: Run) -> Iterator[ConfigError]:
         size = getattr(run.mesh, name)
         if size > 1:
             yield ConfigError(f"`mesh.{name}={size}` does not split a model with a vision tower. Set `mesh.{name}=1`.")
-    if run.vision.train and run.train.choose_engine(run.ranks) == "fsdp":
-        yield ConfigError(
-            "`vision.train=true` trains the tower on the engine `local` alone. Set `train.engine=local`, or leave it "
-            "out."
-        )

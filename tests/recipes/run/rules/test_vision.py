@@ -28,7 +28,6 @@ def test_a_model_of_text_has_no_options_of_images(world: Path, options: dict[str
         ("qwen3_vl", {"advantage": "gae"}, "a critic of a vision-language model is not supported"),
         ("qwen3_vl", {"ranks": 2, "mesh.tensor": 2}, "`mesh.tensor=2` does not split a model with a vision tower. Set"),
         ("smolvlm", {"ranks": 2, "mesh.context": 2}, "`mesh.context=2` does not split a model with a vision tower"),
-        ("smolvlm", {"ranks": 2, "vision.train": True}, "`vision.train=true` trains the tower on the engine `local`"),
     ],
 )
 def test_what_a_tower_does_not_go_with_is_refused(
