@@ -73,6 +73,12 @@ def plan_memory(
     limit, base = _limit(requested, device), _process_bytes(device)
     with planned_gpu(limit if device.type == "cuda" else None), plan_load(requested.expert_load):
         devices, result = _plan_devices(run, device, limit, base)
+        expects_load = requested.expert_load != PlanHardware.model_fields["expert_load"].default
+        if expects_load and not (result.model.has_experts and run.mesh.expert > 1):
+            raise ConfigError(
+                f"`expert_load={requested.expert_load:g}` is for a mixture whose experts ranks divide "
+                "(`mesh.expert`). This plan has none, so it would do nothing. Leave it out."
+            )
         savings = []
         for option, value, changed in _candidates(run, device, result) if with_savings else ():
             on_progress()

@@ -395,6 +395,8 @@ def test_a_rank_whose_experts_get_more_tokens_needs_more_memory_up_to_all_tokens
     )
     taken = [plan.devices[0].phases["updating"].kinds["activations"] for plan in (even, most)]
     assert 1.1 * taken[0] < taken[1] < 4 * taken[0], "four ranks send all that they have"
+    with pytest.raises(ConfigError, match=r"`expert_load=99` is for a mixture whose experts ranks divide"):
+        plan_memory(plan_run(tmp_path, *options[:-1], "expert_load=99"), with_savings=False)
 
 
 def test_an_update_of_long_answers_is_planned_with_two_micro_batches(model: Path) -> None:
