@@ -19,8 +19,8 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 from etude.batch import Batch
 from etude.images import ImageSpan, image_digest, read_image_layout
+from etude.images.pixel_cache import PixelCache
 from etude.records import Rollout, Sample
-from etude.train.images import PixelCache
 from tests.vlms import QWEN, make_vlm, picture
 
 WRAPPED: Final = {"smolvlm": "<image>", "idefics3": "<image>", "gemma3": "<start_of_image>"}

@@ -20,10 +20,10 @@ from etude.chat import ChatConfig, Tokenizer
 from etude.demo.counting_task import MOST, QUESTIONS, SIDE, Puzzle, puzzles
 from etude.demo.sorting_model import END, PAD, imitate, write_tokenizer
 from etude.images import ImageRef, image_digest
+from etude.images.pixel_cache import PixelCache
 from etude.models import create, save, tiny_vision_config
 from etude.records import ContentPart, Message, Rollout, Sample
 from etude.train import TrainConfig
-from etude.train.images import PixelCache
 from etude.train.optim import PRECISIONS
 
 BEFORE = "<|vision_start|>"

@@ -21,11 +21,11 @@ from etude.batch import Batch
 from etude.chat import ChatRenderer, Tokenizer
 from etude.data.tokenization import tokenize_completion
 from etude.demo.sorting_task import ALPHABET, problems, prompt_of, teacher_answer
+from etude.images.pixel_cache import PixelCache
 from etude.models import Model, create, save, tiny_config
 from etude.recipes.supervised.examples import batch_of
 from etude.recipes.workers.policy_worker import LossObjective
 from etude.train import Learner, TrainConfig
-from etude.train.images import PixelCache
 from etude.train.optim import PRECISIONS
 
 PAD, END = "<pad>", "<end>"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 from etude.images.decoding import open_image
 from etude.images.pixels import PixelReader, Pixels
@@ -17,14 +19,22 @@ class PixelCache:
     """Pixels by digest, the longest unused first. Any thread may call it."""
 
     def __init__(self, reader: PixelReader, max_bytes: int = MAX_BYTES) -> None:
-        self._reader = reader
+        self.reader = reader
         self._max_bytes = max_bytes
         self._bytes = 0
         self._lock = threading.Lock()
         self._pixels: OrderedDict[str, Future[Pixels]] = OrderedDict()
 
-    def read(self, digest: str, content: bytes, owner: str = "The image") -> Pixels:
-        """Return the pixels of an image. Raises `ImageError`, with the owner's name, if it cannot be read."""
+    @classmethod
+    def load(cls, directory: Path, max_pixels: int | None = None) -> PixelCache:
+        """Return a cache for the model in a directory. max_pixels: as for `PixelReader.load`."""
+        return cls(PixelReader.load(directory, max_pixels))
+
+    def read(self, digest: str, content: bytes | Callable[[], bytes], owner: str = "The image") -> Pixels:
+        """Return the pixels of an image. Raises `ImageError`, with the owner's name, if it cannot be read.
+
+        content: its bytes, or a function that returns them, which is called if the pixels are not kept.
+        """
         with self._lock:
             known = self._pixels.get(digest)
             future = self._pixels.setdefault(digest, Future())
@@ -33,9 +43,9 @@ class PixelCache:
             self._read(digest, content, owner, future)
         return future.result()
 
-    def _read(self, digest: str, content: bytes, owner: str, future: Future[Pixels]) -> None:
+    def _read(self, digest: str, content: bytes | Callable[[], bytes], owner: str, future: Future[Pixels]) -> None:
         try:
-            pixels = self._reader.read(open_image(content, owner))
+            pixels = self.reader.read(open_image(content if isinstance(content, bytes) else content(), owner))
         except BaseException as error:
             with self._lock:
                 del self._pixels[digest]

@@ -18,6 +18,7 @@ from etude.algorithms import logits as logit_functions
 from etude.algorithms.view import flatnonzero
 from etude.batch import Batch, Pack
 from etude.errors import BatchError
+from etude.images.pixel_cache import PixelCache
 from etude.models import (
     HeadRows,
     Model,
@@ -28,7 +29,7 @@ from etude.models import (
 )
 from etude.models.routes import Routes, RouteShape, use_routes
 from etude.train.balance_loss import BalanceLoss
-from etude.train.images import PixelCache, compute_hidden
+from etude.train.images import compute_hidden
 
 OutputFn = Callable[[Tensor, Tensor, float], Tensor]
 ComputeFn = Callable[[], dict[str, Tensor]]

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from etude.batch import Batch, ColumnKind, Pack
 from etude.data.pack import pack_prefix_tree
+from etude.images.pixel_cache import PixelCache
 from etude.models import Model
 from etude.models.experts import count_loads
 from etude.train.forward import ForwardPass, SharedPacks, run_now
-from etude.train.images import PixelCache, compute_hidden
+from etude.train.images import compute_hidden
 from etude.train.micro_batches import MicroBatch, iterate_micro_batches, iterate_passes
 
 if TYPE_CHECKING:

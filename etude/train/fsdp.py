@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from etude.batch import Batch, Pack
 from etude.errors import ConfigError
+from etude.images.pixel_cache import PixelCache
 from etude.models import Model
 from etude.models.experts import find_experts
 from etude.models.float32_weights import find_float32_weights
@@ -41,7 +42,7 @@ from etude.train.context_parallel import refuse_undivided_heads
 from etude.train.device_mesh import ShardMeshes
 from etude.train.expert_parallel import choose_sharded_dimension, gather_experts, split_experts
 from etude.train.forward import ComputeFn, ForwardPass, ReferenceModel
-from etude.train.images import PixelCache, small_image, use_small_image
+from etude.train.images import small_image, use_small_image
 from etude.train.optim import PRECISIONS, ShardedOptimizer
 from etude.train.split_tokens import SplitTokens
 from etude.train.tensor_parallel import split_layers, sum_whole_gradients, whole_tensor

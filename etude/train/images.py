@@ -8,53 +8,22 @@ price of one forward pass.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from etude.batch import ImageContent, Pack, PackImages
+from etude.batch import Pack, PackImages
 from etude.errors import BatchError
-from etude.images.decoding import open_image
-from etude.images.pixels import PixelReader, Pixels
+from etude.images.pixel_cache import PixelCache
+from etude.images.pixels import Pixels
 from etude.models import Model, PackedAttention
 from etude.models.vision import PassImages, axes_positions, place_features, small_pixels
 
-MAX_PIXEL_BYTES = 512 * 2**20
-"""The most bytes of pixels that are kept from pass to pass."""
 _small_image: ContextVar[bool] = ContextVar("small_image", default=False)
-
-
-class PixelCache:
-    """The pixels of images for one model, made from their bytes. The ones used last are kept."""
-
-    def __init__(self, reader: PixelReader, max_bytes: int = MAX_PIXEL_BYTES) -> None:
-        self.reader = reader
-        self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, Pixels] = OrderedDict()
-        self._bytes = 0
-
-    @classmethod
-    def load(cls, directory: Path, max_pixels: int | None = None) -> PixelCache:
-        """Return the cache of the model in a directory. max_pixels: as for `read_image_layout`."""
-        return cls(PixelReader.load(directory, max_pixels))
-
-    def read(self, image: ImageContent) -> Pixels:
-        """Return the pixels of an image of a batch."""
-        pixels = self._kept.pop(image.digest, None)
-        if pixels is None:
-            pixels = self.reader.read(open_image(image.read()))
-            self._bytes += pixels.num_bytes
-        self._kept[image.digest] = pixels
-        while self._bytes > self._max_bytes and len(self._kept) > 1:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= oldest.num_bytes
-        return pixels
 
 
 @contextmanager
@@ -90,7 +59,9 @@ def compute_hidden(model: Model, pack: Pack, pixels: PixelCache | None) -> Tenso
             f"The rows show {len(pack.images.contents)} images, and this model takes text alone. Give a "
             f"vision-language model, or rows without images."
         )
-    positions, images = _encode(model, pack, pack.images, [pixels.read(each) for each in pack.images.contents])
+    positions, images = _encode(
+        model, pack, pack.images, [pixels.read(each.digest, each.read) for each in pack.images.contents]
+    )
     return model.hidden(pack.ids, positions, PackedAttention(pack), images)
 
 

@@ -26,6 +26,7 @@ from etude.batch import Batch, ColumnKind, Pack
 from etude.checkpoint import Checkpoint, CheckpointManager, TensorTree, flat
 from etude.data.pack import pack_prefix_tree
 from etude.errors import ConfigError, TrainingError
+from etude.images.pixel_cache import PixelCache
 from etude.models import Model
 from etude.observe import Last, Max, Mean, Metrics, Sum
 from etude.protocols import Gather, Split, dispatch_mode
@@ -36,7 +37,6 @@ from etude.train.expert_loads import ExpertLoads
 from etude.train.flops import ModelFlops
 from etude.train.forward import LISTED_BY, ROUTES, ReferenceModel
 from etude.train.fsdp import FsdpBackend
-from etude.train.images import PixelCache
 from etude.train.local import LocalBackend
 from etude.train.memory import OffloadedTensors, peak_memory, total_memory
 from etude.train.micro_batches import MicroBatch, iterate_frames, iterate_micro_batches, iterate_passes, split_update

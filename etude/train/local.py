@@ -10,12 +10,12 @@ from torch import Tensor
 from etude.algorithms.view import Ranks, SingleRank
 from etude.batch import Batch, Pack
 from etude.errors import ConfigError
+from etude.images.pixel_cache import PixelCache
 from etude.models import Model
 from etude.models.routes import RouteShape
 from etude.observe import get_logger
 from etude.train.config import TrainConfig
 from etude.train.forward import ForwardPass, ReferenceModel
-from etude.train.images import PixelCache
 from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer
 
 

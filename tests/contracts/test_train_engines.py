@@ -29,12 +29,12 @@ from etude.data.partition import partition_rollouts
 from etude.dispatch import LocalCrew
 from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import ConfigError, TrainingError
+from etude.images.pixel_cache import PixelCache
 from etude.models import Head, LoraAdapterConfig, Model, adapt, create, load, save, tiny_config
 from etude.protocols import Crew
 from etude.train import FrozenModel, MeshConfig, load_weights
 from etude.train.device_mesh import ShardMeshes
 from etude.train.fsdp import ShardedModel
-from etude.train.images import PixelCache
 from tests.recipes.ranked import (
     RankPolicy,
     adapted_model,

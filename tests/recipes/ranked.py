@@ -30,6 +30,7 @@ from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig
 from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import TrainingError
+from etude.images.pixel_cache import PixelCache
 from etude.models import (
     Head,
     LoraAdapterConfig,
@@ -52,7 +53,6 @@ from etude.train import FrozenModel, Learner, MeshConfig, RoutedModels, TrainCon
 from etude.train.backend import HeldModel
 from etude.train.device_mesh import ShardMeshes, build_mesh
 from etude.train.fsdp import ShardedModel
-from etude.train.images import PixelCache
 from etude.train.memory import OffloadedTensors
 from etude.train.optim import PRECISIONS
 from etude.train.sharded_loading import load_sharded

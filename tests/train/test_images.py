@@ -12,10 +12,11 @@ from torch import Tensor
 from etude.algorithms import AlgorithmConfig
 from etude.data.pack import pack_prefix_tree
 from etude.errors import BatchError, ConfigError
+from etude.images.pixel_cache import PixelCache
 from etude.models import LoraAdapterConfig, Model, load
 from etude.recipes.run.builders.policy import choose_trained
 from etude.train import FrozenModel, Learner, TrainConfig
-from etude.train.images import PixelCache, compute_hidden
+from etude.train.images import compute_hidden
 from tests.components import require
 from tests.train.tasks import Improve, gradient, ready, weights
 from tests.train.tasks import model as text_model
@@ -47,17 +48,6 @@ def updated(model: Model, **options: Any) -> Learner:
 def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     for name, expected in theirs.items():
         torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-7)  # norms of transformers are in float32
-
-
-def test_pixels_are_kept_while_there_is_room() -> None:
-    rows = rows_of()
-    first, second = rows.batch.images[:2]
-    roomy, narrow = rows.pixels(), PixelCache(rows.pixels().reader, max_bytes=1)
-    for cache_, kept in ((roomy, True), (narrow, False)):
-        pixels = cache_.read(first)
-        assert cache_.read(first) is pixels
-        cache_.read(second)
-        assert (cache_.read(first) is pixels) is kept
 
 
 @pytest.mark.parametrize("tower", [False, True])

@@ -11,6 +11,7 @@ import torch
 
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
+from etude.images.pixel_cache import PixelCache
 from etude.models import Head, Model, adapt, load
 from etude.recipes.recipe import Recipe, TeacherConfig
 from etude.recipes.run.builders import lengths
@@ -22,7 +23,6 @@ from etude.rollout import TorchEngine
 from etude.train import FrozenModel, Learner, RoutedModels, ScoringModel, device_mesh
 from etude.train.backend import HeldModel, model_of
 from etude.train.device_mesh import ShardMeshes
-from etude.train.images import PixelCache
 from etude.train.optim import PRECISIONS
 from etude.train.sharded_loading import load_sharded
 
