@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from etude.errors import StoreError
-from etude.images import ImageRef
-from etude.images.addresses import find_address, media_type, to_data_url
+from etude.images.addresses import find_address, find_refs, media_type, to_data_url
 from etude.records import Json, Task
 
 
@@ -21,7 +20,7 @@ class ImageSource(Protocol):
 
 async def load_task_images(task: Task, source: ImageSource) -> Task:
     """Return a task with a data URL in place of the address of each image in the store."""
-    wanted = {ref.digest for ref in _find_refs(task.fields)}
+    wanted = {ref.digest for ref in find_refs(task.fields)}
     if not wanted:
         return task
     contents = await source.get_images(sorted(wanted))
@@ -34,16 +33,6 @@ async def load_task_images(task: Task, source: ImageSource) -> Task:
     urls = {digest: to_data_url(content, media_type(content)) for digest, content in contents.items()}
     fields: dict[str, Json] = {name: _replaced(value, urls) for name, value in task.fields.items()}
     return Task(task.ordinal, fields, task.source)
-
-
-def _find_refs(value: Any) -> Iterator[ImageRef]:
-    if isinstance(value, str):
-        ref = find_address(value)
-        if ref is not None:
-            yield ref
-    elif isinstance(value, Mapping | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _find_refs(item)
 
 
 def _replaced(value: Any, urls: Mapping[str, str]) -> Any:

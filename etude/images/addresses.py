@@ -11,6 +11,8 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from etude.errors import ImageError
 from etude.images.spans import ImageRef
@@ -29,6 +31,17 @@ def find_address(text: str) -> ImageRef | None:
     """Return the image that an address names; None if the text is none."""
     found = _ADDRESS.fullmatch(text)
     return None if found is None else ImageRef(found[1], int(found[2]), int(found[3]))
+
+
+def find_refs(value: Any) -> Iterator[ImageRef]:
+    """Yield the images whose addresses are in a JSON value, in order."""
+    if isinstance(value, str):
+        ref = find_address(value)
+        if ref is not None:
+            yield ref
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from find_refs(item)
 
 
 def media_type(content: bytes) -> str:

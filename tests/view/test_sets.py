@@ -22,6 +22,7 @@ from etude.support import SetKind, Support, decode_set, encode_ids, encode_set
 from etude.tools.rollout_reader import read_rollout
 from etude.tools.rollouts.jsonl import rollout_to_dict
 from etude.tools.rollouts.otlp import rollout_to_otlp
+from etude.tools.run_images import ImageFiles
 from tests.view.browser import READY, Browser, texts
 from tests.view.made import Viewer, turn, write_run
 from tests.worlds import make_tokenizer
@@ -125,7 +126,8 @@ def test_a_token_shows_its_set_and_its_alternatives(browser: Browser, address: s
 
 def test_exported_lines_have_the_sets_and_the_alternatives(tmp_path: Path) -> None:
     with closing(open_store(write_drawn(tmp_path / "run", drawn(), turn(3, 0)) / "journal.sqlite")) as store:
-        document = rollout_to_dict(read_rollout(store, store.rollout(99), lambda _: None), None)
+        images = ImageFiles(store, tmp_path / "rollouts.jsonl")
+        document = rollout_to_dict(read_rollout(store, store.rollout(99), lambda _: None), None, images)
     line, plain = json.loads(json.dumps(document, allow_nan=False))["attempts"][0]["turns"]
     assert line["support"]["index"] == [0, 1, 2, 3, -1]
     kept, three, bits, banned = line["support"]["sets"]

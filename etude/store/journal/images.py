@@ -33,6 +33,12 @@ class StoredImage:
             )
 
 
+def is_in_turn(body: str) -> bool:
+    """Return True if the stored fields of a turn have images. No text within them can look so: its quotes are
+    escaped."""
+    return '"images":[[' in body
+
+
 def image_checksum(digest: str, media_type: str, width: int, height: int) -> int:
     """Return the checksum of an image's stored form, without its bytes, which its digest covers."""
     return checksum(f"{digest} {media_type} {width} {height}".encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from etude.observe.step_history import MetricsFile
 from etude.recipes.diagnosis import RULES, Evidence, RunFinding, diagnose
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
 from etude.recipes.run.resume.session_log import read_sessions
+from etude.store import open_store
 from etude.tools.doctor.finding import count
 from etude.tools.metric_curves import check_steps
+from etude.tools.run_images import missing_images
 
 SEVERE = 0.75
 """The severity from which a finding is printed in red."""
@@ -78,12 +81,31 @@ def examine(directory: Path) -> ExaminedRun:
         problems.append(f"Rules that need an option find nothing: {error}")
     if options.get("recipe") == "train" and metrics.last_step and not (directory / JOURNAL).is_file():
         problems.append(f"{JOURNAL} is missing, which held the rollouts of the run.")
+    problems += _find_missing_images(directory / JOURNAL)
     steps = sum(step > 0 for step in metrics.steps)
     if not steps:
         problems.append(f"{METRICS_FILE} has no step, so no rule could find anything.")
     sessions = read_sessions(directory)
     failure = sessions[-1].message if sessions and sessions[-1].how == "failed" else ""
     return ExaminedRun(directory, steps, diagnose(Evidence(metrics, options)), problems, failure)
+
+
+def _find_missing_images(path: Path) -> list[str]:
+    """Return a sentence about images that the journal names and lacks, or about a journal that cannot be read."""
+    if not path.is_file():
+        return []
+    try:
+        with closing(open_store(path, read_only=True)) as store:
+            missing = missing_images(store)
+    except EtudeError as error:
+        return [f"The images of {JOURNAL} cannot be checked: {error}"]
+    if not missing:
+        return []
+    digest, place = next(iter(missing.items()))
+    return [
+        f"{JOURNAL} lacks {count(len(missing), 'image')} that it names, the first {digest} of {place}: such rollouts "
+        "can be neither trained on again nor replayed. Bring the file back from a copy, with its -wal file."
+    ]
 
 
 def show_examined(examined: ExaminedRun) -> None:

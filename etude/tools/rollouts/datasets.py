@@ -21,12 +21,14 @@ from etude.data.samples import build_samples
 from etude.records import Sample, Turn
 from etude.store import Status
 from etude.tools.rollout_reader import RolloutRecord, task_columns
+from etude.tools.run_images import has_images
 
 Row = dict[str, Any]
 Form = Literal["ids", "text"]
 TOKENS = {INPUT_IDS: pa.list_(pa.int32()), ASSISTANT_MASKS: pa.list_(pa.int8())}
 ROLLOUT_SCHEMA = {"rollout": pa.int64(), "reward": pa.float64()}
 SIDES = ("chosen", "rejected")
+SHOWS_IMAGES = "have images, which no data set here holds: `--as jsonl` writes them"
 TASK_SCHEMA = {"task": pa.int64(), "row": pa.int64(), "data_source": pa.string(), "step": pa.int64()}
 
 
@@ -100,6 +102,8 @@ def demonstration_rows(rollouts: Iterable[RolloutRecord], builder: DatasetBuilde
             builder.skipped["had no reward"] += 1
         elif not builder.meets_min_reward(reward):
             builder.skipped[f"had a reward below {builder.min_reward:g}"] += 1
+        elif has_images(rollout.turns):
+            builder.skipped[SHOWS_IMAGES] += 1
         elif not builder.turns(rollout):
             builder.skipped["had no turn to train on"] += 1
         else:
@@ -121,6 +125,9 @@ def preference_rows(groups: Iterable[Sequence[RolloutRecord]], builder: DatasetB
     """Iterate over pairs of the best and the worst rollout of each task, among rollouts with the same prompt tokens."""
     for group in groups:
         candidates = [rollout for rollout in group if rollout.reward is not None and builder.turns(rollout)]
+        blind = [rollout for rollout in candidates if not has_images(rollout.turns)]
+        builder.skipped[SHOWS_IMAGES] += len(candidates) - len(blind)
+        candidates = blind
         if builder.form == "text":
             multi_turn = [rollout for rollout in candidates if len(rollout.turns) > 1]
             builder.skipped["had several turns, which text pairs cannot represent"] += len(multi_turn)

@@ -26,6 +26,7 @@ from etude.tools.rollouts.datasets import DatasetBuilder, Form, Row, dataset_sch
 from etude.tools.rollouts.jsonl import rollout_to_dict
 from etude.tools.rollouts.otlp import rollout_to_otlp
 from etude.tools.rollouts.writers import open_writer
+from etude.tools.run_images import ImageFiles
 
 KINDS = {
     "sft": (".parquet", ".jsonl"),
@@ -120,7 +121,8 @@ def _rows(options: ExportOptions, store: Journal) -> tuple[Iterator[Row], Datase
         run = str(options.run.resolve())
         return (rollout_to_otlp(rollout, run) for rollout in rollouts), None
     tokenizer = _optional_tokenizer(options)
-    return (rollout_to_dict(rollout, tokenizer) for rollout in rollouts), None
+    images = ImageFiles(store, options.to)
+    return (rollout_to_dict(rollout, tokenizer, images) for rollout in rollouts), None
 
 
 def _builder(options: ExportOptions) -> DatasetBuilder:

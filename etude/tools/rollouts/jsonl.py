@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
@@ -10,16 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.chat import Tokenizer
+from etude.images.addresses import find_refs
 from etude.records import Completion, Turn
 from etude.store import AttemptState
 from etude.support import SetKind, Support
 from etude.tools.rollout_reader import AttemptRecord, RolloutRecord, task_columns
+from etude.tools.run_images import ImageFiles
 
 
-def rollout_to_dict(rollout: RolloutRecord, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return a rollout as a JSON object; with a tokenizer, prompts are included as text too."""
+def rollout_to_dict(rollout: RolloutRecord, tokenizer: Tokenizer | None, images: ImageFiles) -> dict[str, Any]:
+    """Return a rollout as a JSON object; with a tokenizer, prompts are included as text too. images: writes those that
+    it names, to which the object refers."""
     state, task = rollout.state, rollout.task
     attempts = enumerate(zip(state.attempts, rollout.attempts, strict=True))
+    of_task = images.write(ref.digest for ref in find_refs(task.fields))
     return {
         "rollout": state.id,
         "split": state.use,
@@ -30,13 +35,16 @@ def rollout_to_dict(rollout: RolloutRecord, tokenizer: Tokenizer | None) -> dict
         "why": state.why,
         **task_columns(task),
         "fields": dict(task.fields),
+        **({"images": of_task} if of_task else {}),
         "dropped": task.cause,
         "limits": state.limits and state.limits.to_dict(),
-        "attempts": [_attempt(index, *pair, tokenizer) for index, pair in attempts],
+        "attempts": [_attempt(index, *pair, tokenizer, images) for index, pair in attempts],
     }
 
 
-def _attempt(index: int, state: AttemptState, attempt: AttemptRecord, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _attempt(
+    index: int, state: AttemptState, attempt: AttemptRecord, tokenizer: Tokenizer | None, images: ImageFiles
+) -> dict[str, Any]:
     names = ("error", "reward", "paid", "total", "truncated", "role", "runner", "ended_by_queue")
     turns = zip(attempt.turns, attempt.times, strict=True)
     return {
@@ -47,12 +55,13 @@ def _attempt(index: int, state: AttemptState, attempt: AttemptRecord, tokenizer:
         "late": None if state.late is None else dict(state.late),
         "began": attempt.began,
         "ended": attempt.ended,
-        "turns": [_turn(turn, at, tokenizer) for turn, at in turns],
+        "turns": [_turn(turn, at, tokenizer, images) for turn, at in turns],
         "events": [{"name": note.name, "data": note.data} for note in attempt.notes],
     }
 
 
-def _turn(turn: Turn, at: float, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _turn(turn: Turn, at: float, tokenizer: Tokenizer | None, images: ImageFiles) -> dict[str, Any]:
+    files = images.write(span.digest for span in turn.images)
     completion, raw_logp = turn.completion, turn.completion.raw_logp
     names = ("index", "model", "reward", "anchor", "observed", "opened")
     return {
@@ -63,6 +72,7 @@ def _turn(turn: Turn, at: float, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "text": completion.text,
         "finish": completion.finish_reason,
         "prompt_ids": turn.prompt.tolist(),
+        **({"images": [asdict(span) | {"file": files[span.digest]} for span in turn.images]} if files else {}),
         "ids": completion.ids.tolist(),
         "versions": completion.version.tolist(),
         "logp": floats_to_json(completion.logp),
