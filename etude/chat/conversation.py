@@ -44,7 +44,7 @@ class Conversation:
     ) -> None:
         """`render_text` renders a conversation up to the start of the assistant's answer. encoder: for a model that
         takes images."""
-        self._encoder = encoder or TextEncoder(tokenizer.encode)
+        self._encoder = encoder or TextEncoder(tokenizer)
         self._render_text = render_text
         self._history = history
         self._answers = AnswerIndex()

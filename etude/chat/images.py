@@ -7,7 +7,7 @@ of the images: a template may drop an image, and a user may write the placeholde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +34,11 @@ class RenderedPrompt:
 class PromptEncoder(Protocol):
     """Texts with placeholders of images to ids."""
 
+    @property
+    def refusal(self) -> str:
+        """The reason that the model takes no images; empty if it takes them."""
+        ...
+
     def find(self, messages: Sequence[Message]) -> list[ImageRef]:
         """Return the images of messages, in order. Refuse those that the model does not take."""
         ...
@@ -50,15 +55,15 @@ class PromptEncoder(Protocol):
 class TextEncoder:
     """The encoder of a model that takes text alone."""
 
-    def __init__(self, encode: Callable[[str], Ids], refusal: str = TEXT_ALONE) -> None:
+    def __init__(self, tokenizer: Tokenizer, refusal: str = TEXT_ALONE) -> None:
         """refusal: the error about a conversation with an image."""
-        self._encode = encode
-        self._refusal = refusal
+        self._tokenizer = tokenizer
+        self.refusal = refusal
 
     def find(self, messages: Sequence[Message]) -> list[ImageRef]:
         """Return none; refuse images."""
         if find_images(messages):
-            raise ChatError(self._refusal)
+            raise ChatError(self.refusal)
         return []
 
     def expand(self, text: str, images: Sequence[ImageRef]) -> str:
@@ -69,17 +74,19 @@ class TextEncoder:
     def encode(self, text: str, images: Sequence[ImageRef], start: int = 0) -> RenderedPrompt:
         """Return the ids of a text."""
         del start
-        return RenderedPrompt(self._encode(self.expand(text, images)))
+        return RenderedPrompt(self._tokenizer.encode(self.expand(text, images)))
 
 
 class ImageEncoder:
     """The encoder of a model that takes images."""
 
-    def __init__(self, layout: ImageLayout, encode: Callable[[str], Ids], image_id: int) -> None:
+    refusal = ""
+
+    def __init__(self, layout: ImageLayout, tokenizer: Tokenizer, image_id: int) -> None:
         """image_id: the id of the layout's image token."""
         self.layout = layout
         self.image_id = image_id
-        self._encode = encode
+        self._tokenizer = tokenizer
 
     def find(self, messages: Sequence[Message]) -> list[ImageRef]:
         """Return the images of messages, in order."""
@@ -100,7 +107,7 @@ class ImageEncoder:
 
     def encode(self, text: str, images: Sequence[ImageRef], start: int = 0) -> RenderedPrompt:
         """Return the ids of a text with these images, and the places of its image tokens."""
-        ids = self._encode(self.expand(text, images))
+        ids = self._tokenizer.encode(self.expand(text, images))
         counts = [self.layout.count(image.width, image.height) for image in images]
         places = np.flatnonzero(ids == self.image_id) + start
         if len(places) != sum(counts):
@@ -124,16 +131,16 @@ def load_image_encoder(directory: Path, tokenizer: Tokenizer, max_pixels: int | 
     except ConfigError as error:
         if max_pixels is not None:
             raise
-        return TextEncoder(tokenizer.encode, str(error))
+        return TextEncoder(tokenizer, str(error))
     if layout is None:
-        return TextEncoder(tokenizer.encode)
+        return TextEncoder(tokenizer)
     image_id = tokenizer.token_to_id(layout.image_token)
     if image_id is None:
         raise ConfigError(
             f"The model in {directory} has the image token `{layout.image_token}`, and the tokenizer in "
             f"{tokenizer.directory} does not. Set `model.tokenizer` to the model's own."
         )
-    return ImageEncoder(layout, tokenizer.encode, image_id)
+    return ImageEncoder(layout, tokenizer, image_id)
 
 
 def find_images(messages: Sequence[Message]) -> list[ImageRef]:

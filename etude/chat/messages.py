@@ -20,13 +20,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.errors import ChatError
-from etude.images.addresses import find_address
+from etude.images.addresses import find_address, image_address
 from etude.images.encoding import find_data_url, is_image
 from etude.records import ContentPart, Message, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-IMAGE_SCHEME = "image:"
-"""The beginning of an address that names an image in the store by its hash."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -194,13 +192,13 @@ def _part_to_dict(part: ContentPart, addresses: bool) -> dict[str, Any]:
     if part.kind == "text":
         return {"type": "text", "text": part.text}
     if addresses and part.kind == "image":
-        return {"type": "image_url", "image_url": {"url": image_address(part)}}
+        return {"type": "image_url", "image_url": {"url": part_address(part)}}
     return {"type": part.kind} | ({"url": part.url} if part.url else {})
 
 
-def image_address(part: ContentPart) -> str:
-    """Return the address of an image: `image:` and its hash once its bytes are in the store."""
-    return part.url if part.image is None else f"{IMAGE_SCHEME}{part.image.digest}"
+def part_address(part: ContentPart) -> str:
+    """Return the address of an image: that in the store once its bytes are there."""
+    return part.url if part.image is None else image_address(part.image)
 
 
 def _parse_call(data: Mapping[str, Any]) -> ToolCall:

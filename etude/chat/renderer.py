@@ -45,7 +45,7 @@ class ChatRenderer:
         """`template` replaces the model's own; `template_kwargs` are additional variables of the template. encoder:
         for a model that takes images."""
         self.tokenizer = tokenizer
-        self.encoder = encoder or TextEncoder(tokenizer.encode)
+        self.encoder = encoder or TextEncoder(tokenizer)
         self.history: History = history
         self._template_kwargs = dict(template_kwargs or {})
         sources = {"default": template} if template is not None else tokenizer.templates

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from etude.chat.images import RenderedPrompt
-from etude.chat.messages import image_address, is_part, message_from_dict, read_parts
+from etude.chat.messages import is_part, message_from_dict, part_address, read_parts
 from etude.chat.renderer import ChatRenderer
 from etude.chat.tokenizer import Ids
 from etude.errors import ChatError
@@ -70,7 +70,7 @@ def _message_text(message: Message) -> str:
     text = (
         content
         if isinstance(content, str)
-        else "".join(f"{part.kind} {part.text}{image_address(part)}" for part in content)
+        else "".join(f"{part.kind} {part.text}{part_address(part)}" for part in content)
     )
     return text + "".join(f"\n{call.name} {call.arguments}" for call in message.tool_calls)
 

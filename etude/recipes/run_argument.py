@@ -60,12 +60,13 @@ READ_OPTIONS = {
         "agent.failed_reward",
         "agent.parameters",
         "agent.strict",
+        "agent.image_hosts",
         "agent.max_calls",
         *SHARED,
     ),
     "generate": ("sampling", *SHARED),
     "chat": ("sampling", *SHARED),
-    "serve": ("sampling", *SHARED),
+    "serve": ("sampling", "agent.image_hosts", *SHARED),
 }
 """The options that each command reads; any other would do nothing there."""
 ALIKE = ("model", "lora", "chat", "train", "checkpoint", "observe", "seed", "device", "threads")

@@ -9,6 +9,7 @@ unblocked by   a signal: the server takes no new requests, gives running ones tw
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +17,9 @@ from rich.console import Console
 from rich.text import Text
 
 from etude.agents.proxy.app import create_router
-from etude.agents.proxy.endpoint import EndpointConfig
+from etude.agents.proxy.endpoint_config import EndpointConfig
+from etude.images import ImageRef
+from etude.images.decoding import ImageLimits, inspect_image
 from etude.observe import make_console
 from etude.recipes.agents.services import build_endpoint, freeze_gc
 from etude.recipes.inference import load_for_inference
@@ -28,6 +31,7 @@ from etude.store.http.server_thread import reachable_url
 from etude.store.queue.keys import Keyring
 from etude.store.queue.local_queue import LocalRolloutQueue
 from etude.store.queue.rollout_queue import AttemptId, RolloutLimits, RolloutRequest
+from etude.store.queue.stored_images import MAX_IMAGE_BYTES
 from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
 
 KEY_S = 3650 * 86400.0
@@ -44,7 +48,12 @@ def serve_model(run: Run, source: str, *, best: bool, listen: str) -> None:
         queue = _UnrecordedQueue(open_store(), keyring)
         stack.callback(lambda: asyncio.run(queue.close()))
         sampling = run.sampling.params()
-        config = EndpointConfig(parameters="default", count_rerendered=False)
+        config = EndpointConfig(
+            parameters="default",
+            count_rerendered=False,
+            max_images=run.vision.max_images,
+            image_hosts=run.agent.image_hosts,
+        )
         endpoint = build_endpoint(
             queue,
             keyring,
@@ -92,6 +101,11 @@ class _UnrecordedQueue(LocalRolloutQueue):
 
     async def record_note(self, attempt: AttemptId, name: str, data: Any = None) -> None:
         """Ignore a note."""
+
+    async def put_images(self, contents: Sequence[bytes]) -> list[ImageRef]:
+        """Read images, and store none of them: the endpoint keeps the newest in memory."""
+        limits = ImageLimits(MAX_IMAGE_BYTES)
+        return [await asyncio.to_thread(inspect_image, content, limits) for content in contents]
 
 
 async def _start_attempt(queue: LocalRolloutQueue) -> AttemptId:

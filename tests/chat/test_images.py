@@ -268,10 +268,8 @@ def test_messages_for_templates_and_for_endpoints() -> None:
     digest = image_digest(b"a")
     assert message_to_dict(message)["content"] == [{"type": "image"}, {"type": "text", "text": "?"}]
     sent = message_to_dict(message, addresses=True)["content"][0]
-    assert sent == {"type": "image_url", "image_url": {"url": f"image:{digest}"}}
-    assert message_from_dict({"role": "user", "content": [sent]}).content == (
-        ContentPart("image", url=f"image:{digest}"),
-    )
+    assert sent == {"type": "image_url", "image_url": {"url": f"image:{digest};40x24"}}
+    assert message_from_dict({"role": "user", "content": [sent]}).content == (image("a"),)
     assert digest in observation_text((message,)), "states with other images are other states"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from tests.learn import games
 from tests.serving import ServedModel, serve_command
+from tests.vlms import make_vlm, picture
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +54,32 @@ def test_a_model_is_served_in_every_dialect(served: ServedModel, model: Path) ->
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
     assert process.stdout is not None and process.stdout.read().strip() == "Stopped."
+
+
+@pytest.mark.slow
+def test_a_vision_language_model_is_served_to_clients_that_send_images() -> None:
+    model = make_vlm("qwen3_vl")
+    file = io.BytesIO()
+    picture(0, 40, 24).save(file, "PNG")
+    encoded = base64.b64encode(file.getvalue()).decode()
+    address = f"data:image/png;base64,{encoded}"
+    text = {"type": "text", "text": "How many?"}
+    with serve_command(model, "sampling.max_tokens=3") as served:
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key=served.key) as client:
+            seen: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": address}}, text]}]
+            blind: Any = [{"role": "user", "content": "How many?"}]
+            with_image = client.chat.completions.create(model="policy", messages=seen).usage
+            without = client.chat.completions.create(model="policy", messages=blind).usage
+            assert with_image is not None and without is not None
+            assert with_image.prompt_tokens == without.prompt_tokens + 15 + 2, "15 squares between two marks"
+            items: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": address, "detail": "low"}]}]
+            first = client.responses.create(model="policy", input=items)
+            again: Any = [{"role": "user", "content": "And now?"}]
+            assert client.responses.create(model="policy", input=again, previous_response_id=first.id).output
+        with anthropic.Anthropic(base_url=served.url, api_key=served.key) as claude:
+            block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": encoded}}
+            asked: Any = [{"role": "user", "content": [block, text]}]
+            answer = claude.messages.create(model="policy", max_tokens=3, messages=asked)
+            assert answer.usage.input_tokens == with_image.prompt_tokens
+            counted = claude.messages.count_tokens(model="policy", messages=asked).input_tokens
+            assert counted == with_image.prompt_tokens

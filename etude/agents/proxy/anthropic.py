@@ -7,10 +7,11 @@ import json
 import secrets
 from base64 import b64encode
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from etude.agents.proxy.answer_limits import parse_format
-from etude.agents.proxy.openai import NO_REASONING_CONTROL, parse_function, sse_event, strict_tools
+from etude.agents.proxy.openai import NO_REASONING_CONTROL, join_parts, parse_function, reads, sse_event, strict_tools
 from etude.agents.proxy.request import (
     AnswerLimits,
     AnswerWriter,
@@ -26,7 +27,7 @@ from etude.agents.proxy.request import (
 from etude.agents.proxy.request_fields import FieldRules, RequestFields, field_rules, ignored, refused
 from etude.chat import MessageDelta, ReasoningDelta, ToolCallDelta
 from etude.chat.messages import message_from_dict
-from etude.records import Message
+from etude.records import ContentPart, Message
 
 MESSAGES: FieldRules = field_rules(
     obeyed="model messages system tools tool_choice max_tokens stop_sequences stream output_format "
@@ -222,7 +223,7 @@ def _parse_messages(fields: RequestFields, where: str) -> list[Message]:
         return [Message(role, content)]
     if not isinstance(content, list):
         raise fields.error("content", "must be a string or a list of blocks.")
-    texts = []
+    parts = list[ContentPart]()
     reasonings = []
     calls = []
     results = []
@@ -230,24 +231,24 @@ def _parse_messages(fields: RequestFields, where: str) -> list[Message]:
         part = _part(fields, block, f"{where}.content[{n}]")
         kind = part.string("type")
         if kind == "text":
-            texts.append(part.string("text"))
+            parts.append(ContentPart("text", part.string("text")))
+        elif kind == "image" and role == "user":
+            parts.append(_parse_image(part))
         elif kind == "thinking" and role == "assistant":
             reasonings.append(_parse_thinking(part))
         elif kind == "tool_use" and role == "assistant":
             arguments = json.dumps(part.value("input") or {}, ensure_ascii=False)
             calls.append({"id": part.string("id"), "function": {"name": part.string("name"), "arguments": arguments}})
         elif kind == "tool_result" and role == "user":
-            text = _text(part, "content", f"{where}.content[{n}].content")
-            results.append(Message("tool", text, tool_call_id=part.string("tool_use_id")))
+            shown = _content(part, "content", f"{where}.content[{n}].content", with_images=True)
+            results.append(Message("tool", shown, tool_call_id=part.string("tool_use_id")))
         else:
-            _drop(part, kind, "this model reads text, thinking, tool_use and tool_result only")
-    message_data = {"role": role, "content": "".join(texts), "reasoning": "".join(reasonings), "tool_calls": calls}
-    is_all_dropped = bool(content) and not (
-        texts or calls or message_data["reasoning"]
-    )  # all of the content was dropped
-    return (
-        results if is_all_dropped and (results or role == "assistant") else [*results, message_from_dict(message_data)]
-    )
+            _drop(part, kind)
+    message = message_from_dict({"role": role, "content": "", "reasoning": "".join(reasonings), "tool_calls": calls})
+    is_all_dropped = bool(content) and not (parts or calls or message.reasoning)  # all of the content was dropped
+    if is_all_dropped and (results or role == "assistant"):
+        return results
+    return [*results, replace(message, content=join_parts(parts))]
 
 
 def _part(fields: RequestFields, block: Any, where: str) -> RequestFields:
@@ -268,9 +269,21 @@ def _parse_thinking(part: RequestFields) -> str:
     return ""
 
 
-def _drop(part: RequestFields, kind: str, supported: str) -> None:
+def _parse_image(part: RequestFields) -> ContentPart:
+    """Return an image with its address, and the name of its field as text."""
+    source = part.nested(part.value("source"), part.path("source"))
+    kind = source.string("type")
+    if kind == "url":
+        return ContentPart("image", source.path("url"), source.string("url"))
+    if kind != "base64":
+        raise source.error("type", f"is '{kind}'; it must be base64 or url. Send the bytes.", "unsupported_content")
+    url = f"data:{source.string('media_type', '')};base64,{source.string('data')}"
+    return ContentPart("image", source.path("data"), url)
+
+
+def _drop(part: RequestFields, kind: str) -> None:
     """Leave a block out, if the conversation keeps its meaning without it."""
-    refusal = part.error("type", f"is '{kind}'; {supported}.")
+    refusal = part.error("type", f"is '{kind}'; {reads(kind)}.", "unsupported_content")
     if kind not in DROPPED:
         raise refusal
     part.ignored_fields.drop(f"messages.{kind}", refusal)
@@ -278,20 +291,29 @@ def _drop(part: RequestFields, kind: str, supported: str) -> None:
 
 def _text(fields: RequestFields, name: str, where: str) -> str:
     """Return the text of a field: a string, or text blocks."""
+    content = _content(fields, name, where, with_images=False)
+    assert isinstance(content, str), "images are refused"
+    return content
+
+
+def _content(fields: RequestFields, name: str, where: str, *, with_images: bool) -> str | tuple[ContentPart, ...]:
+    """Return the content of a field: a string, or blocks of text and images."""
     content = fields.value(name)
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise APIError(f"'{where}' must be a string or a list of blocks.", param=where)
-    texts = []
+    parts = list[ContentPart]()
     for n, block in enumerate(content):
         part = _part(fields, block, f"{where}[{n}]")
         kind = part.string("type")
         if kind == "text":
-            texts.append(part.string("text"))
+            parts.append(ContentPart("text", part.string("text")))
+        elif kind == "image" and with_images:
+            parts.append(_parse_image(part))
         else:
-            _drop(part, kind, "this model reads text only")
-    return "".join(texts)
+            _drop(part, kind)
+    return join_parts(parts)
 
 
 def _parse_tools(request: RequestFields) -> tuple[JSONObject, ...]:

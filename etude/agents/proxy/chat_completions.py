@@ -110,7 +110,9 @@ class ChatCompletionsDialect(APIDialect):
         message_data = fields.array("messages", required=True)
         if not message_data:
             raise fields.error("messages", "is empty; send at least one message.")
-        messages = tuple(openai.parse_message(data, f"messages[{n}]") for n, data in enumerate(message_data))
+        messages = tuple(
+            openai.parse_message(data, f"messages[{n}]", fields.ignored_fields) for n, data in enumerate(message_data)
+        )
         prefill = None
         if fields.boolean("continue_final_message"):
             *lead, prefill = messages

@@ -17,9 +17,9 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import Self
 
-from pydantic import Field
-
-from etude.agents.proxy.external import ExternalCall, ExternalModel, Passthrough
+from etude.agents.proxy.endpoint_config import EndpointConfig
+from etude.agents.proxy.external import ExternalCall, Passthrough
+from etude.agents.proxy.image_addresses import ImageFetcher
 from etude.agents.proxy.metrics import EndpointMetrics
 from etude.agents.proxy.model_call_runner import ModelCallRunner
 from etude.agents.proxy.request import (
@@ -32,12 +32,12 @@ from etude.agents.proxy.request import (
     Upstream,
 )
 from etude.agents.proxy.request_fields import parse_request
-from etude.agents.proxy.sampling_rules import ParameterMode, SamplingRules, SeedFunction, make_seed_function
+from etude.agents.proxy.request_images import RequestImages
+from etude.agents.proxy.sampling_rules import SamplingRules, SeedFunction, make_seed_function
 from etude.agents.proxy.session import AttemptSession, state_id
 from etude.agents.proxy.slot_queue import SlotQueue
 from etude.agents.proxy.turn_recorder import ModelCall, TurnRecorder, attempt_over_error
 from etude.chat import ChatRenderer
-from etude.config import Config
 from etude.errors import ConfigError, EtudeError, InvalidKeyError
 from etude.observe import get_logger
 from etude.records import SamplingParams
@@ -69,29 +69,6 @@ MAX_REFUSAL_CHARACTERS = 2000
 """The most characters that are recorded of a refusal."""
 MAX_LOGGED_NAMES = 200
 """The most names of ignored fields that are logged: agents may invent any number."""
-
-
-class EndpointConfig(Config):
-    """The model endpoint."""
-
-    max_running: int = Field(256, ge=1, description="most answers sampled at once; more calls wait")
-    max_waiting: int = Field(2048, ge=0, description="most calls that wait; the next is answered 429, with Retry-After")
-    timeout_s: float = Field(600.0, gt=0, description="seconds for a call, waiting included; then it is answered 504")
-    max_body_mib: float = Field(
-        16.0, gt=0, le=32, description="MiB of the largest request; a larger one is answered 413"
-    )
-    parameters: ParameterMode = Field(
-        "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
-    )
-    strict: bool = Field(
-        False, description="refuse requests whose fields the run decides or cannot serve, in place of ignoring those"
-    )
-    count_rerendered: bool = Field(
-        True, description="count the tokens that rendering conversations again would have changed"
-    )
-    external: dict[str, ExternalModel] = Field(
-        {}, description="models of other providers, by the names that agents ask for: recorded, never trained"
-    )
 
 
 class ModelEndpoint:
@@ -153,6 +130,13 @@ class ModelEndpoint:
             self.config.external, external_slots, self._metrics, self._recorder, self.config.timeout_s
         )
         self._threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="etude-rendering")
+        self._images = RequestImages(
+            queue,
+            ImageFetcher(self.config.image_hosts, int(self.config.max_body_mib * 2**20)),
+            self._threads,
+            refusal=chat.encoder.refusal,
+            max_images=self.config.max_images,
+        )
         self._sessions: dict[AttemptId, AttemptSession] = {}
         self._process = secrets.token_hex(4)
         self._calls = count(1)
@@ -248,16 +232,24 @@ class ModelEndpoint:
         self._log_ignored(ignored)
         id = f"{dialect.prefix}{attempt_id.rollout}-{attempt_id.attempt}-{self._process}-{next(self._calls)}"
         anchor = state_id(state) if state else prompt.hash
-        call = ModelCall(id, dialect, request, session, prompt, sampling, ignored, tuple(tags), began, anchor)
-        tokens, context = len(call.prompt.input_ids), self._context
-        if context is not None and tokens + (not request.prompt_only) > context:
-            raise await self._too_long(
-                attempt_id,
-                f"{tokens} tokens > {context - 1} maximum; this model's maximum context length is {context} tokens, "
-                "and the answer needs at least one. Shorten the messages.",
-                {"tokens": tokens, "context": context, **call.labels},
-            )
+        images = await self._images.of_prompt(prompt.images)
+        call = ModelCall(id, dialect, request, session, prompt, sampling, ignored, tuple(tags), began, anchor, images)
+        await self._check_length(call)
         return call
+
+    async def _check_length(self, call: ModelCall) -> None:
+        """Refuse a prompt that leaves no room for an answer."""
+        tokens, context = len(call.prompt.input_ids), self._context
+        if context is None or tokens + (not call.request.prompt_only) <= context:
+            return
+        shown = sum(span.stop - span.start for span in call.prompt.images)
+        raise await self._too_long(
+            call.session.attempt_id,
+            f"{tokens} tokens > {context - 1} maximum{f', {shown} of them of images' if shown else ''}; this model's "
+            f"maximum context length is {context} tokens, and the answer needs at least one. "
+            + ("Lower `vision.max_pixels`, or send fewer images." if shown else "Shorten the messages."),
+            {"tokens": tokens, "context": context, **call.labels},
+        )
 
     async def count_tokens(
         self, background: BackgroundThread, dialect: APIDialect, attempt_id: AttemptId, body: JSONObject, size: int
@@ -282,7 +274,7 @@ class ModelEndpoint:
                 f"length is {context} tokens. Shorten the messages.",
                 {"characters": characters, "context": context},
             )
-        return request, session
+        return await self._images.read(request), session
 
     def _parse_body(self, dialect: APIDialect, body: JSONObject, session: AttemptSession) -> tuple[ModelRequest, int]:
         """Return a call, after the conversation that it continues by an answer's id, and its number of characters."""

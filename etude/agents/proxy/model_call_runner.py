@@ -167,7 +167,7 @@ class ModelCallRunner:
             return ModelAnswer(Message("assistant", ""), _EMPTY, sampled=time.perf_counter())
         began = time.time()
         try:
-            completion = await self._upstream.generate(call.prompt.input_ids, params)
+            completion = await self._upstream.generate(call.prompt.input_ids, params, images=call.images)
         except Exception as error:
             raise await self._to_api_error(call, error) from error
         except BaseException:  # the client has disconnected, or the call timed out
@@ -197,7 +197,8 @@ class ModelCallRunner:
         chunks: list[CompletionChunk] = []
         completion, began = None, time.time()
         try:
-            async with aclosing(self._upstream.stream(call.prompt.input_ids, params)) as stream:
+            sampled = self._upstream.stream(call.prompt.input_ids, params, images=call.images)
+            async with aclosing(sampled) as stream:
                 async for chunk in stream:
                     chunks.append(chunk)
                     completion = chunk.completion

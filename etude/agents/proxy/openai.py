@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etude.agents.proxy.request import AnswerLimits, APIError, ErrorKind, JSONObject
-from etude.agents.proxy.request_fields import FieldRule, RequestFields, ignored
+from etude.agents.proxy.request_fields import FieldRule, IgnoredFields, RequestFields, ignored
 from etude.chat.answer_grammar import AnswerForm
 from etude.chat.messages import REASONING_KEYS, message_from_dict
 from etude.chat.tokenizer import Ids, Tokenizer
-from etude.records import Completion, Message
+from etude.records import Completion, ContentPart, Message
 
 ACCEPTED = (
     "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
@@ -44,6 +45,9 @@ ERROR_CODES: dict[ErrorKind, str] = {
     "timeout": "timeout",
 }
 TEXT_PART_TYPES = ("text", "input_text", "output_text")
+IMAGE_PART_TYPES = ("image_url", "input_image")
+WITH_IMAGES = ("user", "tool")
+"""The roles whose messages may have images."""
 
 
 def error_body(refusal: APIError) -> JSONObject:
@@ -63,45 +67,94 @@ def sse_event(body: JSONObject, name: str = "") -> bytes:
     return f"{head}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
-def parse_message(data: Any, where: str) -> Message:
+def parse_message(data: Any, where: str, ignored_fields: IgnoredFields) -> Message:
     """Parse a message of a request."""
-    fields = RequestFields(data, where)
+    fields = RequestFields(data, where, ignored_fields)
     role = fields.string("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise fields.error("role", f"is '{role}'; it must be system, developer, user, assistant or tool.")
-    content = parse_text(fields.value("content"), f"{where}.content")
+    raw, place = fields.value("content"), f"{where}.content"
+    content = parse_content(raw, place, ignored_fields) if role in WITH_IMAGES else parse_text(raw, place)
     texts = {key: fields.string(key, "") for key in (*REASONING_KEYS, "name", "tool_call_id", "refusal")}
     calls = [_parse_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(fields.array("tool_calls"))]
     if calls and role != "assistant":
         raise fields.error("tool_calls", "is allowed in assistant messages only.")
     fields.require("function_call", reason="is the deprecated form of a tool call; use 'tool_calls'.")
-    fields.require("audio", reason="is not supported: this model reads text only.")
-    return message_from_dict(
+    fields.require("audio", reason="is not supported: this model does not hear.")
+    message = message_from_dict(
         {
             "role": "system" if role == "developer" else role,
-            "content": content + texts["refusal"],
+            "content": content + texts["refusal"] if isinstance(content, str) else "",
             "reasoning": next((texts[key] for key in REASONING_KEYS if texts[key]), ""),
             "tool_calls": calls,
             "tool_call_id": texts["tool_call_id"],
             "name": texts["name"],
         }
     )
+    return message if isinstance(content, str) else replace(message, content=content)
 
 
 def parse_text(content: Any, where: str) -> str:
     """Return the text of a message's content: a string, or a list of text parts."""
+    parts = parse_content(content, where, None)
+    assert isinstance(parts, str), "images are refused"
+    return parts
+
+
+def parse_content(content: Any, where: str, ignored_fields: IgnoredFields | None) -> str | tuple[ContentPart, ...]:
+    """Return a message's content: its text, if it has no image, else its parts. ignored_fields: None for content that
+    has no images."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise APIError(f"'{where}' must be a string or a list of parts.", param=where)
-    texts = []
+    parts = list[ContentPart]()
     for n, part in enumerate(content):
-        fields = RequestFields(part, f"{where}[{n}]")
+        fields = RequestFields(part, f"{where}[{n}]", ignored_fields)
         kind = fields.string("type")
-        if kind not in (*TEXT_PART_TYPES, "refusal"):
-            raise fields.error("type", f"is '{kind}'; this model reads text only.", "unsupported_content")
-        texts.append(fields.string("refusal" if kind == "refusal" else "text"))
-    return "".join(texts)
+        if kind in IMAGE_PART_TYPES and ignored_fields is not None:
+            parts.append(_parse_image(fields))
+        elif kind in (*TEXT_PART_TYPES, "refusal"):
+            parts.append(ContentPart("text", fields.string("refusal" if kind == "refusal" else "text")))
+        else:
+            raise fields.error("type", f"is '{kind}'; {reads(kind)}.", "unsupported_content")
+    return join_parts(parts)
+
+
+def reads(kind: str) -> str:
+    """Return what a message may have in place of a part of this type."""
+    if "video" in kind:
+        return "give a video's frames as images"
+    if "image" in kind:
+        return "images are read in messages of the user and in results of tools only"
+    return "this endpoint reads text and images only"
+
+
+def join_parts(parts: Sequence[ContentPart]) -> str | tuple[ContentPart, ...]:
+    """Return parts as the content of a message: as one text, if they have no image."""
+    if all(part.kind == "text" for part in parts):
+        return "".join(part.text for part in parts)
+    return tuple(part for part in parts if part.kind != "text" or part.text)
+
+
+def _parse_image(fields: RequestFields) -> ContentPart:
+    """Return an image with its address, and the name of its field as text."""
+    url = fields.value("image_url")
+    where = fields
+    name = "image_url"
+    if isinstance(url, Mapping):
+        where = fields.nested(url, fields.path("image_url"))
+        name = "url"
+        url = where.value("url")
+    for owner in (fields, where):
+        if owner.value("detail") not in (None, "auto"):
+            reason = "has no effect: `vision.max_pixels` decides how many pixels the model sees. Leave it out."
+            owner.ignored_fields.drop("detail", owner.error("detail", reason, "unsupported_parameter"))
+    if fields.value("file_id") is not None:
+        raise fields.error("file_id", "is not stored by this endpoint; send a data URL.", "unsupported_content")
+    if not isinstance(url, str) or not url:
+        raise where.error(name, "must be the address of an image, or a data URL.")
+    return ContentPart("image", where.path(name), url)
 
 
 def _parse_call(data: Any, where: str) -> JSONObject:

@@ -15,7 +15,7 @@ from etude.chat import MessageDelta
 from etude.chat.answer_grammar import AnswerForm
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.images import PromptImages
-from etude.records import Completion, Message, PromptScores, SamplingParams
+from etude.records import Completion, ContentPart, Message, PromptScores, SamplingParams
 from etude.support import Support
 
 if TYPE_CHECKING:
@@ -152,6 +152,12 @@ class ModelRequest:
             )
 
     @cached_property
+    def has_images(self) -> bool:
+        """True if a message has an image."""
+        parts = (part for message in self.messages if not isinstance(message.content, str) for part in message.content)
+        return any(part.kind == "image" for part in parts)
+
+    @cached_property
     def characters(self) -> int:
         """The approximate number of characters that the model gets; for token ids, their number."""
         messages = (*self.messages, self.prefill) if self.prefill is not None else self.messages
@@ -162,10 +168,19 @@ class ModelRequest:
 def count_characters(messages: Sequence[Message]) -> int:
     """Return the number of characters that messages count: all of their text, and some for each message and each
     call."""
-    text_characters = sum(MESSAGE_OVERHEAD + len(message.content) + len(message.reasoning) for message in messages)
+    text_characters = sum(
+        MESSAGE_OVERHEAD + _count_content(message.content) + len(message.reasoning) for message in messages
+    )
     return text_characters + sum(
         MESSAGE_OVERHEAD + len(call.arguments) for message in messages for call in message.tool_calls
     )
+
+
+def _count_content(content: str | tuple[ContentPart, ...]) -> int:
+    """Return the characters of a content. Its images count by themselves, once their tokens are known."""
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.text) if part.kind == "text" else MESSAGE_OVERHEAD for part in content)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

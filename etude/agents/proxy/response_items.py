@@ -11,7 +11,7 @@ from typing import Any
 
 from etude.agents.proxy import openai
 from etude.agents.proxy.request import APIError, FindAnswer, JSONObject
-from etude.agents.proxy.request_fields import RequestFields
+from etude.agents.proxy.request_fields import IgnoredFields, RequestFields
 from etude.chat.messages import message_from_dict
 from etude.records import Message
 
@@ -65,7 +65,7 @@ def parse_items(request: RequestFields, find_answer: FindAnswer) -> list[Message
         if answer is not None:
             messages += _finish_answer(answer)
             answer = None
-        messages.append(_parse_other_item(kind, role, data, fields, where))
+        messages.append(_parse_other_item(kind, role, data, fields, where, request.ignored_fields))
     return [*messages, *_finish_answer(answer)] if answer is not None else messages
 
 
@@ -131,14 +131,16 @@ def _add_item(answer: dict[str, Any], kind: str, fields: RequestFields, where: s
     answer[key] = text if is_complete else answer[key] + text
 
 
-def _parse_other_item(kind: str, role: str, data: Any, fields: RequestFields, where: str) -> Message:
+def _parse_other_item(
+    kind: str, role: str, data: Any, fields: RequestFields, where: str, ignored_fields: IgnoredFields
+) -> Message:
     """Return the message of an item that is not the assistant's."""
     if kind == "function_call_output":
-        text = openai.parse_text(fields.value("output"), f"{where}.output")
-        return Message("tool", text, tool_call_id=fields.string("call_id"))
+        content = openai.parse_content(fields.value("output"), f"{where}.output", ignored_fields)
+        return Message("tool", content, tool_call_id=fields.string("call_id"))
     if kind != "message":
         raise _unsupported_item_error(fields, kind)
-    return openai.parse_message({**data, "role": role}, where)
+    return openai.parse_message({**data, "role": role}, where, ignored_fields)
 
 
 def _unsupported_item_error(fields: RequestFields, kind: str) -> APIError:

@@ -113,7 +113,8 @@ class AttemptSession:
         """Return the prompt of a call; raise `APIError` if it has none. count_rerendered: count the tokens that a new
         rendering would change."""
         try:
-            prompt = await self._run(request.characters, partial(self._build_prompt, request, count_rerendered))
+            size = request.characters + MIN_THREAD_CHARACTERS * request.has_images
+            prompt = await self._run(size, partial(self._build_prompt, request, count_rerendered))
         except UnicodeEncodeError as error:
             raise APIError(f"A string has an unpaired surrogate ({error.reason}). Remove it.") from error
         except (ChatError, ConfigError, ImageError, RecursionError) as error:

@@ -14,6 +14,7 @@ from etude.agents.proxy.request import APIDialect, APIError, CompletionChunk, Mo
 from etude.agents.proxy.session import AttemptSession, Prompt
 from etude.chat.tokenizer import Tokenizer
 from etude.errors import IllegalTransitionError, NotFoundError
+from etude.images import PromptImages
 from etude.observe import get_logger
 from etude.records import Completion, SamplingParams, Turn
 from etude.store.queue.rollout_queue import AttemptId, RolloutQueue
@@ -38,6 +39,8 @@ class ModelCall:
     began: float
     anchor: int
     """Identifies the state of the call, for credit assignment that compares actions in the same state."""
+    images: PromptImages | None = None
+    """The images of the prompt, with their bytes."""
 
     def reply_header(self, tokenizer: Tokenizer, prompt: ReturnedPrompt | None = None) -> ReplyHeader:
         """Return the fields that its answers share. prompt: returned before each."""

@@ -25,7 +25,8 @@ from etude.agents.execution.processes import ProcessRunners
 from etude.agents.execution.threads import ThreadRunners
 from etude.agents.hubs.agent import HubAgent
 from etude.agents.proxy.app import create_router
-from etude.agents.proxy.endpoint import EndpointConfig, ModelEndpoint
+from etude.agents.proxy.endpoint import ModelEndpoint
+from etude.agents.proxy.endpoint_config import EndpointConfig
 from etude.agents.proxy.external import external_models
 from etude.agents.proxy.request import PromptScorer, Upstream
 from etude.agents.proxy.sampling_rules import make_seed_function
@@ -107,6 +108,8 @@ def agent_services(
             timeout_s=options.timeout,
             parameters=options.parameters,
             strict=options.strict,
+            image_hosts=options.image_hosts,
+            max_images=run.vision.max_images,
             external=external_models(options.external),
         )
         notified = isinstance(queue, LocalRolloutQueue)

@@ -51,6 +51,9 @@ class AgentConfig(Config):
     max_calls: Annotated[int, MAY_CHANGE] = Field(
         256, ge=1, description="model calls that are answered at a time; more calls wait"
     )
+    image_hosts: tuple[str, ...] = Field(
+        (), description="hosts from which the endpoint fetches the images of calls; none: only images within calls"
+    )
     external: Path | None = Field(
         None, description="a YAML file of other providers' models that agents may call: recorded, never trained"
     )

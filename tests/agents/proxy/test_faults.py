@@ -142,7 +142,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "/v1/chat/completions": [
         ({"messages": []}, "is empty"),
         ({"messages": [{"role": "robot", "content": ""}]}, "'robot'"),
-        ({"messages": [{"role": "user", "content": IMAGE}]}, "reads text only"),
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "takes text alone"),
         ({"messages": [5]}, "messages[0] must be a JSON object"),
         ({"temperature": "hot"}, "a number from 0 to 2"),
         ({"max_tokens": 0}, "an integer"),
@@ -174,7 +174,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "/v1/messages": [
         ({"max_tokens": None}, "is missing"),
         ({"messages": [{"role": "assistant", "content": "It"}]}, "no message to answer"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "reads text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "is missing"),
         ({"container": "c"}, "is not supported"),
     ],
 }

@@ -53,6 +53,8 @@ class Scripted:
     def __init__(self, tokenizer: Tokenizer, says: Callable[[str], str], *, pause: float = 0.0) -> None:
         self._tokenizer, self._script, self._pause = tokenizer, says, pause
         self.asked: list[SamplingParams] = []
+        self.shown: list[PromptImages | None] = []
+        """The images of each prompt."""
         self.streamed = 0
         """How many tokens were given out one by one."""
 
@@ -90,6 +92,7 @@ class Scripted:
         self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
     ) -> Completion:
         """Return the whole answer."""
+        self.shown.append(images)
         await asyncio.sleep(self._pause)
         return self._completion(prompt, sampling)
 
@@ -97,6 +100,7 @@ class Scripted:
         self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
     ) -> AsyncGenerator[Delta, None]:
         """Yield the answer token by token."""
+        self.shown.append(images)
         whole = self._completion(prompt, sampling)
         for n in range(len(whole.ids)):
             await asyncio.sleep(self._pause)

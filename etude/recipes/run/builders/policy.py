@@ -29,7 +29,7 @@ def build_chat_renderer(source: ModelSource, chat: ChatConfig, max_pixels: int |
 
 def load_policy(run: Recipe) -> tuple[Model, ChatRenderer]:
     """Return the model of a run and its chat renderer, with adapters attached and frozen weights frozen."""
-    chat = build_chat_renderer(run.model, run.chat)
+    chat = build_chat_renderer(run.model, run.chat, run.max_pixels)
     return PolicyLoader(run, chat.tokenizer).load(run.compute_device()), chat
 
 
