@@ -146,7 +146,7 @@ def _orientation(image: ImageFile.ImageFile) -> int:
         found = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # notes of cameras are damaged often, and the pixels are whole
         return 1
-    return found if isinstance(found, int) else 1
+    return found if isinstance(found, int) and found in _ROTATIONS else 1
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -68,6 +68,14 @@ def test_an_image_stands_as_its_file_says(orientation: int) -> None:
         assert np.abs(np.asarray(opened, int) - np.asarray(upright)).mean() < 4, f"{kind} {orientation}"
 
 
+def test_an_orientation_that_does_not_exist_is_none() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 9
+    content = encode(picture(0, 48, 32), "JPEG", exif=exif)
+    assert inspect_image(content, LIMITS) == ImageRef(image_digest(content), 48, 32)
+    assert open_image(content).size == (48, 32), "the size that gives the tokens is that of the pixels"
+
+
 def test_transparency_is_white() -> None:
     clear = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
     clear.putpixel((0, 0), (0, 0, 255, 255))
