@@ -28,6 +28,8 @@ class Pack:
     source: Tensor  # [T] int64: for each batch token, the packed token that predicts it; -1 for the first of a row
     row_ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[R] int64: the last packed token of each row of the batch, -1 for an empty row; [0] if not made from a batch."""
+    both_ways: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+    """[S] bool on the CPU: the segment's tokens attend to each other both ways; [0] if those of none do."""
     images: PackImages | None = None
     """The images, if any token takes a feature of one."""
 

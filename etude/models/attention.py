@@ -71,7 +71,7 @@ class PackedAttention(Mixer):
     ) -> Tensor:
         """See `AttentionFn`."""
         del layer  # every layer sees the same pack
-        by_level = self._kernel.supports(q, softcap)
+        by_level = self._kernel.supports(q, softcap) and not len(self._pack.both_ways)
         calls = self.levels.calls(window) if by_level else self.plan.blocks(window)
         kernels = _Kernels(self._kernel, scale, softcap)
         out: Tensor = _Attention.apply(q, k, v, sinks, calls, kernels)  # type: ignore[no-untyped-call]

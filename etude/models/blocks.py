@@ -155,8 +155,11 @@ class Plan:
         return [block for block in blocks if block is not None]
 
     def _blocks(self, window: int | None) -> tuple[Block, ...]:
-        own = [tokens for tokens in self._tokens if len(tokens)]
+        both_ways = self.pack.both_ways.tolist() or [False] * len(self._tokens)
+        own = [tokens for tokens, both in zip(self._tokens, both_ways, strict=True) if len(tokens) and not both]
         blocks = [self._own(rows, window) for rows in _alike([(tokens, tokens) for tokens in own])]
+        whole = [(tokens, tokens) for tokens, both in zip(self._tokens, both_ways, strict=True) if len(tokens) and both]
+        blocks += [_whole(rows) for rows in _alike(whole)]
         for level, pairs in enumerate(self._levels, start=1):
             blocks += self.across(level, pairs, window)
         return tuple(blocks)
@@ -172,11 +175,7 @@ class Plan:
 
     def _across(self, level: int, rows: Sequence[tuple[Tensor, Tensor]], window: int | None) -> Block | None:
         query, key = PaddedRows.of([q for q, _ in rows]), PaddedRows.of([k for _, k in rows])
-        seen, windowed = None, False
-        if key.real is not None:
-            seen = torch.zeros(key.index.numel(), dtype=torch.bool, device=key.index.device)
-            seen[key.real] = True
-            seen = seen.view(len(rows), 1, -1).expand(-1, query.index.shape[1], -1)
+        seen, windowed = _seen_keys(query, key), False
         if window is not None:
             positions = self.pack.positions
             near = positions[query.index][:, :, None] - positions[key.index][:, None, :] < window
@@ -185,6 +184,21 @@ class Plan:
         if seen is not None and not bool(seen.any()):
             return None
         return Block(level, query, key, False, seen, windowed)
+
+
+def _whole(rows: Sequence[tuple[Tensor, Tensor]]) -> Block:
+    """Return the block of segments that attend both ways; a window does not count in them."""
+    gather = PaddedRows.of([tokens for tokens, _ in rows])
+    return Block(0, gather, gather, False, _seen_keys(gather, gather), False)
+
+
+def _seen_keys(query: PaddedRows, key: PaddedRows) -> Tensor | None:
+    """[B, Lq, Lk] bool: return the keys that are no padding; None if none is."""
+    if key.real is None:
+        return None
+    seen = torch.zeros(key.index.numel(), dtype=torch.bool, device=key.index.device)
+    seen[key.real] = True
+    return seen.view(len(key.index), 1, -1).expand(-1, query.index.shape[1], -1)
 
 
 def ancestors_by_level(parents: Sequence[int], lengths: Sequence[int]) -> list[list[Pair]]:

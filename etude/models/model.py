@@ -27,6 +27,7 @@ from etude.models.shapes import AttentionShape, LayerSizes, attention_shapes, re
 from etude.models.transformers_backbone import TransformersBackbone, decoder_layers, text_part
 from etude.models.verification import verify_model
 from etude.models.vision import Features, PassImages, VisionBackbone, takes_images
+from etude.models.vision_types import BOTH_WAYS
 
 
 class Model:
@@ -159,6 +160,11 @@ class Model:
     def has_vision(self) -> bool:
         """True if it takes images."""
         return isinstance(self._backbone, VisionBackbone)
+
+    @property
+    def attends_both_ways(self) -> bool:
+        """True if the tokens of an image attend to each other both ways; see `whole_images`."""
+        return self.has_vision and self.module.config.model_type in BOTH_WAYS
 
     @property
     def tower_weights(self) -> dict[str, nn.Parameter]:
@@ -372,7 +378,10 @@ class Model:
 def _make_backbone(module: PreTrainedModel, fused: bool) -> Backbone:
     if fused and supports_fused(module):
         return FusedBackbone(module)
-    return VisionBackbone(module) if takes_images(module.config) else TransformersBackbone(module)
+    has_score_head = isinstance(getattr(module, "score", None), nn.Linear)  # its images would be read by nothing
+    if takes_images(module.config) and not has_score_head:
+        return VisionBackbone(module)
+    return TransformersBackbone(module)
 
 
 def _logit_scale_and_cap(config: Any) -> tuple[float, float | None]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from etude.batch import Pack
+from etude.batch import Pack, PackImages
 from etude.errors import ConfigError
 from etude.models.attention import PackedAttention
 from etude.models.experts import use_family_experts
@@ -36,6 +36,7 @@ from etude.models.vision import (
     small_pixels,
     tower_arguments,
 )
+from etude.models.whole_images import split_images
 
 if TYPE_CHECKING:
     from etude.models.model import Model
@@ -156,8 +157,9 @@ def _verify_image(model: Model, layers: list[nn.Module]) -> None:
     feature = np.arange(len(image)) - 3
     ids = torch.where(torch.from_numpy(image < 0), torch.arange(len(image)) % 3, config.image_token_id)
     inputs = {"input_ids": ids[None], **tower_arguments(config, [pixels], model.device)}
-    if pixels.grid is not None:
-        inputs["mm_token_type_ids"] = torch.from_numpy(image >= 0).int()[None]
+    if pixels.grid is not None or model.attends_both_ways:
+        kinds = "token_type_ids" if model.attends_both_ways else "mm_token_type_ids"
+        inputs[kinds] = torch.from_numpy(image >= 0).long()[None]
     plain = np.arange(len(image))
     places = plain if pixels.grid is None else axes_positions(image, feature, [pixels.grid])
     taken = [torch.from_numpy(each).to(model.device) for each in place_features(image, feature, [pixels.features])]
@@ -167,7 +169,9 @@ def _verify_image(model: Model, layers: list[nn.Module]) -> None:
         offsets=torch.tensor([0, len(ids)]),
         parent=torch.tensor([-1]),
         source=torch.arange(-1, len(ids) - 1),
+        images=PackImages(torch.from_numpy(image), torch.from_numpy(feature), ()),
     )
+    row = split_images(row) if model.attends_both_ways else row
     with _described_failure(module, layers, []):
         images = PassImages(model.encode_images([pixels]), *taken)
         ours = model.hidden(row.ids, torch.from_numpy(places).to(model.device), PackedAttention(row), images)

@@ -28,7 +28,7 @@ from etude.models.checkpointing import checkpoint_layer
 from etude.models.config import ActivationCheckpointing
 from etude.models.mixers import use_mixer
 from etude.models.transformers_backbone import ATTENTION_NAME, TransformersBackbone, use_checkpointing
-from etude.models.vision_types import IN_TILES, ON_A_GRID, VISION_TYPES
+from etude.models.vision_types import BOTH_WAYS, IN_TILES, ON_A_GRID, VISION_TYPES
 
 _tower_checkpointing: ContextVar[ActivationCheckpointing] = ContextVar("tower_checkpointing", default="none")
 
@@ -143,8 +143,11 @@ def small_pixels(config: Any, rows: int = 1, columns: int = 1) -> Pixels:
         }
         return Pixels(arrays, rows * columns, (1, rows, columns))
     side = vision.image_size
+    values = noise.standard_normal((1, 3, side, side), np.float32)
+    if config.model_type in BOTH_WAYS:
+        return Pixels({"pixel_values": values}, config.mm_tokens_per_image)
     arrays = {
-        "pixel_values": noise.standard_normal((1, 3, side, side), np.float32),
+        "pixel_values": values,
         "pixel_attention_mask": np.ones((1, side, side), np.int64),
     }
     return Pixels(arrays, (side // vision.patch_size // config.scale_factor) ** 2)

@@ -12,10 +12,23 @@ ON_A_GRID = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """The model types that place an image's tokens in rows and columns."""
 IN_TILES = frozenset({"smolvlm", "idefics3"})
 """The model types whose images are cut into tiles."""
-VISION_TYPES = ON_A_GRID | IN_TILES
+BOTH_WAYS = frozenset({"gemma3"})
+"""The model types in which the tokens of an image attend to each other both ways. Such models are used for text alone
+too, so what does not go with images is refused only where there are some."""
+VISION_TYPES = ON_A_GRID | IN_TILES | BOTH_WAYS
 
 
 def has_tower(directory: Path) -> bool:
     """Return true if the model of a directory is computed with images."""
+    return _model_type(directory) in VISION_TYPES
+
+
+def reads_text_too(directory: Path) -> bool:
+    """Return true if models of this type are used for text alone as well."""
+    return _model_type(directory) in BOTH_WAYS
+
+
+def _model_type(directory: Path) -> str:
     file = directory / "config.json"
-    return file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("model_type") in VISION_TYPES
+    found = json.loads(file.read_text(encoding="utf-8")).get("model_type", "") if file.is_file() else ""
+    return str(found)

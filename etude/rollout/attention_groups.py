@@ -47,12 +47,13 @@ class QueryChunks:
     count: IntArray
     end: IntArray  # the number of tokens of its context that its last token sees
     slot: IntArray
+    reach: IntArray  # the number of tokens that any of its tokens sees: more than `end` within some images
 
     def __len__(self) -> int:
         return len(self.row)
 
     def __getitem__(self, index: Any) -> QueryChunks:
-        return QueryChunks(self.row[index], self.count[index], self.end[index], self.slot[index])
+        return QueryChunks(self.row[index], self.count[index], self.end[index], self.slot[index], self.reach[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,27 @@ class AttentionGroup:
 
 
 def split_into_chunks(
-    row: IntArray, start: IntArray, stop: IntArray, slot: IntArray, max_tokens: int = CHUNK_TOKENS
+    row: IntArray,
+    start: IntArray,
+    stop: IntArray,
+    slot: IntArray,
+    max_tokens: int = CHUNK_TOKENS,
+    reach: IntArray | None = None,
 ) -> QueryChunks:
-    """Split the tokens `start` to `stop` of contexts into chunks of at most `max_tokens`."""
+    """Split the tokens `start` to `stop` of contexts into chunks of at most `max_tokens`.
+
+    reach: the number of tokens that each row sees, if some see later ones.
+    """
     num_chunks = -(-(stop - start) // max_tokens)
     source = np.repeat(np.arange(len(row)), num_chunks)
     offset = (np.arange(len(source)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)) * max_tokens
     count = np.minimum(stop[source] - start[source] - offset, max_tokens)
-    return QueryChunks(row[source] + offset, count, start[source] + offset + count, slot[source])
+    first = row[source] + offset
+    end = start[source] + offset + count
+    longest = end
+    if reach is not None:
+        longest = np.array([reach[a : a + n].max() for a, n in zip(first.tolist(), count.tolist(), strict=True)])
+    return QueryChunks(first, count, end, slot[source], longest)
 
 
 def group_chunks(
@@ -96,7 +110,7 @@ def group_chunks(
         group_size = max(len(group) for group in groups)
         padded = np.array([group + group[-1:] * (group_size - len(group)) for group in groups])
         real = np.arange(group_size) < np.array([len(group) for group in groups])[:, None]
-        own_keys = int(chunks.end[padded].max()) - shared
+        own_keys = int(chunks.reach[padded].max()) - shared
         num_bytes = block_bytes * (shared + group_size * own_keys) // size
         scores = group_size * (shared + own_keys) * heads
         max_groups = max(1, min(limits.fetch_bytes // num_bytes, limits.scores // scores))
@@ -107,8 +121,8 @@ def group_chunks(
             )
         ungrouped[padded] = False
     rest = np.flatnonzero(ungrouped)
-    order = rest[np.lexsort((chunks.row[rest], chunks.end[rest], chunks.count[rest]))]
-    blocks = -(-chunks.end[order] // size)
+    order = rest[np.lexsort((chunks.row[rest], chunks.reach[rest], chunks.count[rest]))]
+    blocks = -(-chunks.reach[order] // size)
     for start, end in _split_by_padding(
         chunks.count[order].tolist(),
         blocks.tolist(),

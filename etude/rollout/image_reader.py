@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from etude.errors import ConfigError, DataError
-from etude.images import PromptImages, check_features, check_spans
+from etude.images import ImageSpan, PromptImages, check_features, check_spans
 from etude.images.pixel_cache import PixelCache
 from etude.images.pixels import PixelReader, Pixels
 from etude.models import Model
@@ -38,8 +40,11 @@ class ImageReader:
             return None
         return cls(PixelReader.load(directory, max_pixels))
 
-    def read(self, length: int, images: PromptImages) -> RequestImages:
-        """Return the images of a prompt of this length; raise if one cannot be read or does not fit its tokens."""
+    def read(self, length: int, images: PromptImages, *, both_ways: bool = False) -> RequestImages:
+        """Return the images of a prompt of this length; raise if one cannot be read or does not fit its tokens.
+
+        both_ways: the tokens of an image see each other both ways.
+        """
         spans = check_spans("The prompt", images.spans, length)
         digests = tuple(dict.fromkeys(span.digest for span in spans))
         pixels: list[Pixels] = []
@@ -63,6 +68,7 @@ class ImageReader:
             np.array([self._numbers.find(digest) for digest in digests], np.int32),
             axes,
             0 if axes is None else int(axes.max()) + 1 - length,
+            _reach(length, spans) if both_ways else None,
         )
 
 
@@ -79,7 +85,15 @@ async def read_images(
         refuse_images(images)
     if reader is None:
         raise ConfigError("This engine was made without a reader of images: make it with `images=`.")
-    return await asyncio.to_thread(reader.read, length, images)
+    return await asyncio.to_thread(reader.read, length, images, both_ways=model.attends_both_ways)
+
+
+def _reach(length: int, spans: Sequence[ImageSpan]) -> NDArray[np.int64]:
+    """[P]: return the number of tokens that each token of a prompt sees, if images attend both ways."""
+    reach = np.arange(1, length + 1)
+    for span in spans:
+        reach[span.start : span.stop] = span.stop
+    return reach
 
 
 class _ImageNumbers:

@@ -91,14 +91,16 @@ class AttentionBatch:
     shape: tuple[int, int, int, int, int]  # F, U, n, S, L
     fetch: Tensor  # blocks: [2 · F · Hk · S / size] of prefix groups, then [2 · F · U · Hk · L / size] of chunks
     query_positions: Tensor  # [F · U, n] of each query
+    last_seen: Tensor  # [F · U, n]: the position of the last key that it sees: its own, but within some images
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
         """[F · U, 1, n, 1, S + L]: 0 where a query sees a key, −inf elsewhere."""
         if window not in self.masks:
             keys = torch.arange(self.shape[3] + self.shape[4], device=self.query_positions.device)
-            query = self.query_positions[:, :, None]
-            visible = keys <= query if window is None else (keys <= query) & (keys > query - window)
+            visible = keys <= self.last_seen[:, :, None]
+            if window is not None:
+                visible &= keys > self.query_positions[:, :, None] - window
             mask = torch.zeros(visible.shape, device=self.query_positions.device).masked_fill_(~visible, -torch.inf)
             self.masks[window] = mask[:, None, :, None]
         return self.masks[window]
@@ -159,7 +161,10 @@ class ForwardBatch:
         self.computed = self._computed_rows(np.repeat(slot, stop - start), positions, row_of, table)
         addresses = self.computed.places[:, None] + cache.head_tokens
         self._write = addresses.reshape(-1).to(cache.device)
-        chunks = split_into_chunks(first, start, stop, slot, shapes.attention.chunk_tokens(cache.queries_per_kv_head))
+        reach = _reach(computed)
+        self._last_seen = positions if reach is None else reach - 1
+        chunk_tokens = shapes.attention.chunk_tokens(cache.queries_per_kv_head)
+        chunks = split_into_chunks(first, start, stop, slot, chunk_tokens, reach)
         sizes = {"size": cache.size, "block_bytes": cache.block_bytes, "heads": cache.heads * cache.queries_per_kv_head}
         limits = GPU_LIMITS if cache.device.type == "cuda" else CPU_LIMITS
         allows = shapes.attention.allows_prefix_groups
@@ -193,7 +198,7 @@ class ForwardBatch:
         prefix_length = group.prefix_length
         count = self.shapes.attention.pad_tokens(int(chunks.count.max()), cache.queries_per_kv_head)
         shared_blocks = prefix_length // size
-        blocks = self.shapes.attention.padded_blocks(int(chunks.end.max()) - prefix_length, size)
+        blocks = self.shapes.attention.padded_blocks(int(chunks.reach.max()) - prefix_length, size)
         counts = chunks.count[:, None]
         index = np.minimum(np.arange(count), counts - 1)  # copies of its last query pad a short chunk
         rows = (chunks.row[:, None] + index).reshape(-1)
@@ -208,6 +213,7 @@ class ForwardBatch:
             shape=(num_groups, len(chunks) // num_groups, count, prefix_length, blocks * size),
             fetch=torch.cat([ids.reshape(-1) for ids in fetch]).to(cache.device),
             query_positions=self._to(chunks.end[:, None] - counts + index),
+            last_seen=self._to(self._last_seen[rows].reshape(len(chunks), count)),
         )
 
     def __call__(
@@ -273,6 +279,21 @@ class ForwardBatch:
 
     def _to(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self.cache.device)
+
+
+def _reach(computed: Sequence[ScheduledWork]) -> NDArray[np.int64] | None:
+    """[N]: return the number of tokens that each token of these works sees; None if none sees a later one."""
+    if all(work.request.images is None or work.request.images.reach is None for work in computed):
+        return None
+    parts = []
+    for work in computed:
+        reach = np.arange(work.start + 1, work.stop + 1)
+        images = work.request.images
+        if images is not None and images.reach is not None:
+            of_prompt = images.reach[work.start : work.stop]
+            reach[: len(of_prompt)] = of_prompt
+        parts.append(reach)
+    return np.concatenate(parts)
 
 
 def _weigh(scores: Tensor, mask: Tensor, scoring: _Scoring) -> Tensor:

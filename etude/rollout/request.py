@@ -60,6 +60,9 @@ class RequestImages:
     axes: NDArray[np.int64] | None = None  # [3, P]: the time, row and column of each token, for models that have them
     shift: int = 0
     """The difference between the position of a token after the prompt and its place."""
+    reach: NDArray[np.int64] | None = None
+    """[P]: the number of tokens that each token sees, where those of an image see all of it; None if none sees later
+    tokens."""
 
     def keys(self, prompt: Ids) -> Ids:
         """[P] → [P]: return the ids, of image tokens the image's number."""
@@ -72,6 +75,18 @@ class RequestImages:
             return np.stack([places] * 3)
         prompt = self.axes[:, start:stop]
         return np.concatenate([prompt, np.stack([places[prompt.shape[1] :] + self.shift] * 3)], 1)
+
+    def end_whole(self, start: int, stop: int, *, room: bool) -> int:
+        """Return the end of a part of the prompt, `stop` or before, so that it cuts no image that must be whole.
+
+        room: the part may go beyond `stop` if the image that it begins with does.
+        """
+        if self.reach is None or not start < stop < len(self.reach) or self.reach[stop - 1] == stop:
+            return stop
+        whole = np.flatnonzero(self.reach[start:stop] <= stop)
+        if len(whole):
+            return start + int(whole[-1]) + 1
+        return int(self.reach[start]) if room else start
 
 
 class Request:

@@ -122,6 +122,7 @@ class Scheduler:
         self._unit = math.lcm(STATE_CHUNK, blocks.size) if has_states else 1
         """Parts of a context end at multiples of this number of tokens, and states are kept there."""
         self._aligns = True  # in a step that may compute so many tokens
+        self._budget = max_num_batched_tokens  # of the step; an image that must be whole may be larger
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Request] = deque()
@@ -220,6 +221,7 @@ class Scheduler:
             generating = sum(request.length - request.computed == 1 for request in self.running)
             budget, max_num_seqs = min(budget, max_tokens - generating), min(max_num_seqs, max_tokens)
         self._aligns = budget >= self._unit
+        self._budget = budget
         works: list[ScheduledWork] = []
         index = 0
         while index < len(self.running):
@@ -319,6 +321,8 @@ class Scheduler:
         if self._replays and start < end:
             end = request.prompt_length if start < request.prompt_length else start + 1
         stop = min(end, start + budget)
+        if request.images is not None:
+            stop = request.images.end_whole(start, stop, room=budget >= self._budget)
         if stop == end or not self._aligns:
             return stop
         return max(stop // self._unit * self._unit, start)

@@ -22,6 +22,7 @@ from etude.images.pixel_cache import PixelCache
 from etude.images.pixels import Pixels
 from etude.models import Model, PackedAttention
 from etude.models.vision import PassImages, axes_positions, place_features, small_pixels
+from etude.models.whole_images import split_images
 
 _small_image: ContextVar[bool] = ContextVar("small_image", default=False)
 
@@ -62,7 +63,8 @@ def compute_hidden(model: Model, pack: Pack, pixels: PixelCache | None) -> Tenso
     positions, images = _encode(
         model, pack, pack.images, [pixels.read(each.digest, each.read) for each in pack.images.contents]
     )
-    return model.hidden(pack.ids, positions, PackedAttention(pack), images)
+    attend = PackedAttention(split_images(pack) if model.attends_both_ways else pack)
+    return model.hidden(pack.ids, positions, attend, images)
 
 
 def _encode(model: Model, pack: Pack, shown: PackImages, pixels: list[Pixels]) -> tuple[Tensor, PassImages]:

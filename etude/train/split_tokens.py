@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from etude.batch import Pack
+from etude.errors import BatchError
 from etude.models import Model, PackedAttention
 from etude.models.backbone import AttentionFn
 from etude.models.routes import Routes, use_routes
@@ -41,6 +42,11 @@ class SplitTokens(SharedPacks):
 
         routes: those of the pack's tokens. The routers of each rank choose for its own tokens.
         """
+        if pack.images is not None:
+            raise BatchError(
+                "The rows show images, and `mesh.tensor` and `mesh.context` do not split a model with a vision tower. "
+                "Set both to 1, or give rows without images."
+            )
         padded = _padded(pack, self._count)
         own = padded.ids[self.own_rows(len(padded.ids))]
         own_routes = None if routes is None else self._own_routes(routes, len(padded.ids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from etude.batch import Pack
-from etude.errors import ConfigError
+from etude.batch import Pack, PackImages
+from etude.errors import BatchError, ConfigError
 from etude.images.pixels import PixelReader, Pixels
 from etude.models import Model, PackedAttention, create, load, tiny_config, verification
 from etude.models.loading import copy_with_score_head
 from etude.models.transformers_backbone import decoder_layers
 from etude.models.vision import Features, PassImages, axes_positions, place_features
+from etude.models.whole_images import split_images
 from tests.models.packs import paths
 from tests.vlms import FAMILIES, QWEN, TILED, make_vlm, picture, vlm_config
 
@@ -202,6 +204,27 @@ def test_a_model_that_takes_features_in_another_way_is_refused(monkeypatch: pyte
     monkeypatch.setattr(verification, "axes_positions", lambda image, *_: np.arange(len(image)))
     with pytest.raises(ConfigError, match="puts images among its tokens in a way that Etude does not know"):
         model.verify()
+
+
+def test_a_critic_of_a_model_that_is_used_for_text_too_takes_none() -> None:
+    critic = load(make_vlm("gemma3"), dtype=torch.float32, head="value")
+    assert critic.has_score_head and not critic.has_vision
+    policy = load(make_vlm("gemma3"), dtype=torch.float32)
+    assert policy.has_vision and policy.attends_both_ways
+    assert not copy_with_score_head(policy, torch.float32).has_vision
+
+
+def test_an_image_that_attends_both_ways_is_whole() -> None:
+    rows = forest("gemma3")
+    shown = PackImages(torch.from_numpy(rows.image), torch.from_numpy(rows.feature), ())
+    whole = split_images(replace(rows.pack, images=shown))
+    assert whole.parent.tolist() == [-1, 0, 1, 2, 2, 4, 5, -1, 7, 8, 9, 10, -1]
+    assert whole.both_ways.nonzero()[:, 0].tolist() == [1, 5, 8, 10]
+    assert split_images(rows.pack) is rows.pack, "a pack without images"
+    cut = forest("gemma3", cut=8)
+    shown = PackImages(torch.from_numpy(cut.image), torch.from_numpy(cut.feature), ())
+    with pytest.raises(BatchError, match="Segment 1 begins inside an image, and this model reads an image as a whole"):
+        split_images(replace(cut.pack, images=shown))
 
 
 def test_a_vision_model_has_no_other_head() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -11,13 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from etude.batch import Pack
+from etude.batch import Pack, PackImages
 from etude.chat import Tokenizer
 from etude.images import ImageSpan, PromptImages, image_digest, read_image_layout
 from etude.images.decoding import open_image
 from etude.images.pixels import PixelReader
 from etude.models import Model, PackedAttention, load
 from etude.models.vision import PassImages, axes_positions, place_features
+from etude.models.whole_images import split_images
 from etude.records import Completion
 from tests.vlms import make_vlm, picture
 
@@ -98,6 +100,10 @@ class Shown:
             places = place_features(image, feature, [each.features for each in pixels])
             with torch.no_grad():
                 shown = PassImages(model.encode_images(pixels), *(torch.from_numpy(each) for each in places))
+            if model.attends_both_ways:
+                pack = split_images(
+                    replace(pack, images=PackImages(torch.from_numpy(image), torch.from_numpy(feature), ()))
+                )
         with torch.no_grad():
             hidden = model.hidden(pack.ids, positions, PackedAttention(pack), shown)[len(prompt) - 1 : -1]
             logp = model.logits(hidden).log_softmax(-1).gather(1, pack.ids[len(prompt) :, None].long())

@@ -20,7 +20,7 @@ from tests.rollout.engines import Ids, engine_of
 from tests.rollout.shown import Shown, png, shown_to
 from tests.vlms import QWEN, TILED
 
-SEEING = (*QWEN, *TILED)
+SEEING = (*QWEN, *TILED, "gemma3")
 RED, BLUE, TALL, SMALL = png(0, 50, 40), png(3, 50, 40), png(1, 30, 90), png(2, 33, 47)
 CLOSE = 1e-5
 
@@ -83,7 +83,7 @@ def test_answers_and_later_turns_have_the_log_probs_of_the_model(family: str) ->
     assert any(not np.array_equal(drawn[0][n], drawn[0][2 + n]) for n in range(2)), "equal ids and another image"
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm", "gemma3"])
 def test_preempted_requests_and_dropped_features_change_nothing(family: str) -> None:
     shown = shown_to(family)
     prompts = [*prompts_of(shown), shown.prompt("look ", SMALL, " at two ", TALL, "\n")]

@@ -9,7 +9,7 @@ from etude.config.together import problems_of, told_together
 from etude.errors import ConfigError
 from etude.images import read_image_layout
 from etude.models import VisionConfig
-from etude.models.vision_types import has_tower
+from etude.models.vision_types import has_tower, reads_text_too
 from etude.recipes.run.config import Run
 
 
@@ -28,6 +28,8 @@ def check_vision(run: Run) -> Iterator[ConfigError]:
             )
         return
     yield from problems_of(partial(read_image_layout, where, run.vision.max_pixels))
+    if reads_text_too(where):
+        return
     if run.uses_critic:
         yield ConfigError(
             "This run's algorithm trains a critic, and a critic of a vision-language model is not supported. Choose "

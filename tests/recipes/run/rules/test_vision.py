@@ -28,6 +28,7 @@ def test_a_model_of_text_has_no_options_of_images(world: Path, options: dict[str
         ("qwen3_vl", {"advantage": "gae"}, "a critic of a vision-language model is not supported"),
         ("qwen3_vl", {"ranks": 2, "mesh.tensor": 2}, "`mesh.tensor=2` does not split a model with a vision tower. Set"),
         ("smolvlm", {"ranks": 2, "mesh.context": 2}, "`mesh.context=2` does not split a model with a vision tower"),
+        ("gemma3", {"vision.max_pixels": 4096}, "takes every image in one size, so `vision.max_pixels` 4096"),
     ],
 )
 def test_what_a_tower_does_not_go_with_is_refused(
@@ -35,3 +36,8 @@ def test_what_a_tower_does_not_go_with_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         check_run(run_of(world, **{"model.path": make_vlm(family), **options}))
+
+
+def test_a_model_that_is_used_for_text_too_keeps_its_options(world: Path) -> None:
+    for options in ({"advantage": "gae"}, {"ranks": 2, "mesh.tensor": 2}):
+        check_run(run_of(world, **{"model.path": make_vlm("gemma3"), **options}))
