@@ -36,6 +36,7 @@ SHARED = (
     "observe.level",
     "checkpoint.fall_back",
 )
+IMAGES = ("vision.max_pixels", "vision.max_images")
 READ_OPTIONS = {
     "eval": (
         "data.val",
@@ -62,11 +63,12 @@ READ_OPTIONS = {
         "agent.strict",
         "agent.image_hosts",
         "agent.max_calls",
+        *IMAGES,
         *SHARED,
     ),
     "generate": ("sampling", *SHARED),
     "chat": ("sampling", *SHARED),
-    "serve": ("sampling", "agent.image_hosts", *SHARED),
+    "serve": ("sampling", "agent.image_hosts", *IMAGES, *SHARED),
 }
 """The options that each command reads; any other would do nothing there."""
 ALIKE = ("model", "lora", "chat", "train", "checkpoint", "observe", "seed", "device", "threads")

@@ -23,6 +23,8 @@ from etude.images.addresses import from_data_url
 from etude.records import ContentPart, Message
 from etude.store.queue.rollout_queue import RolloutQueue
 
+READ_AT_ONCE = 2
+"""Images that are read at once: one of 50 million pixels takes 200 MB while it is decoded."""
 MAX_KEPT_BYTES = 256 * 2**20
 """The most bytes of images that are kept in memory; the store has all of them."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -61,6 +63,7 @@ class RequestImages:
         self._threads = threads
         self._refusal = refusal
         self._max_images = max_images
+        self._reading = asyncio.Semaphore(READ_AT_ONCE)
         self._kept: OrderedDict[str, tuple[ImageRef, bytes]] = OrderedDict()  # by digest, the oldest first
         self._kept_bytes = 0
 
@@ -108,7 +111,8 @@ class RequestImages:
             if kept is not None:
                 self._kept.move_to_end(digest)
                 return kept[0]
-            (image,) = await self._queue.put_images([content])
+            async with self._reading:
+                (image,) = await self._queue.put_images([content])
         except DataError as error:
             sentence = str(error).replace("The image", place.owner, 1)
             raise APIError(sentence, param=place.field, code="invalid_image") from error
