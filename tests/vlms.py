@@ -23,7 +23,9 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-QWEN: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+from etude.models import Model, load
+
+QWEN: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 TILED: Final = ("smolvlm", "idefics3")
 FAMILIES: Final = (*QWEN, *TILED, "gemma3")
 """The model types that `make_vlm` knows."""
@@ -203,6 +205,12 @@ def _qwen_config(family: str, text: dict[str, Any], ids: dict[str, int]) -> PreT
         rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
         vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
         text = {"head_dim": 8, **text}
+    if family == "qwen3_5":
+        rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 1.0}
+        vision |= {"num_position_embeddings": 64}
+        states = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+        states |= {"linear_value_head_dim": 8, "full_attention_interval": 3}
+        text = {"head_dim": 8, "tie_word_embeddings": True, **states, **text}
     config: PreTrainedConfig = AutoConfig.for_model(
         family,
         text_config={**NO_ENDS, "rope_parameters": rope, **text},
@@ -285,6 +293,11 @@ def _processor(family: str) -> Any:
         tiles = {"smolvlm": SmolVLMImageProcessorPil, "idefics3": Idefics3ImageProcessorPil}[family]
         return tiles(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True)
     return Gemma3ImageProcessorPil(size={"height": 32, "width": 32}, image_seq_length=16)
+
+
+def load_vlm(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
+    """Load a model with its tower."""
+    return load(directory, dtype=dtype, head="seeing")
 
 
 def write_served_vlm(family: str, where: Path) -> None:

@@ -121,13 +121,15 @@ class ImageEncoder:
         return RenderedPrompt(ids, tuple(spans))
 
 
-def load_image_encoder(directory: Path, tokenizer: Tokenizer, max_pixels: int | None = None) -> PromptEncoder:
-    """Return the encoder of the model in a directory. max_pixels: as for `read_image_layout`.
+def load_image_encoder(
+    directory: Path, tokenizer: Tokenizer, max_pixels: int | None = None, *, tower: bool = False
+) -> PromptEncoder:
+    """Return the encoder of the model in a directory. max_pixels, tower: as for `read_image_layout`.
 
     A model whose family is unknown is a model of text: an image in a conversation raises the error that says so.
     """
     try:
-        layout = read_image_layout(directory, max_pixels)
+        layout = read_image_layout(directory, max_pixels, tower=tower)
     except ConfigError as error:
         if max_pixels is not None:
             raise

@@ -211,19 +211,19 @@ class ChatConfig(Config):
     )
 
     def build_renderer(
-        self, tokenizer: Tokenizer, model: Path | None = None, max_pixels: int | None = None
+        self, tokenizer: Tokenizer, model: Path | None = None, max_pixels: int | None = None, *, tower: bool = False
     ) -> ChatRenderer:
         """Return the renderer of the model with this tokenizer.
 
-        model: the model's directory, which says how it takes images; without it, it takes text alone. max_pixels: as
-        for `read_image_layout`.
+        model: the model's directory, which says how it takes images; without it, it takes text alone. max_pixels,
+        tower: as for `read_image_layout`.
         """
         if self.template is not None and not self.template.is_file():
             raise ConfigError(
                 f"The chat template {self.template} does not exist. Set `chat.template` to the path of a jinja file."
             )
         source = self.template.read_text(encoding="utf-8") if self.template is not None else None
-        encoder = None if model is None else load_image_encoder(model, tokenizer, max_pixels)
+        encoder = None if model is None else load_image_encoder(model, tokenizer, max_pixels, tower=tower)
         renderer = ChatRenderer(
             tokenizer, self.history, template=source, template_kwargs=self.template_kwargs, encoder=encoder
         )

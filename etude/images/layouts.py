@@ -61,10 +61,13 @@ _DEFAULTS: dict[str, Settings] = {
     "qwen2_vl": _PATCHES,
     "qwen2_5_vl": _PATCHES,
     "qwen3_vl": _PATCHES,
+    "qwen3_5": _PATCHES,
     "smolvlm": _TILES,
     "idefics3": _TILES,
     "gemma3": _FIXED,
 }
+TOWER_ON_REQUEST = frozenset({"qwen3_5"})
+"""The model types whose text part is a model by itself, which is loaded unless the tower is wanted too."""
 # Settings with one value that is reproduced here.
 _EXPECTED = {**_ALWAYS, "do_pad": True, "do_pan_and_scan": False}
 
@@ -212,12 +215,18 @@ class FixedCount:
         return self.tokens
 
 
-def read_image_layout(directory: Path, max_pixels: int | None = None) -> ImageLayout | None:
+def read_image_layout(directory: Path, max_pixels: int | None = None, *, tower: bool = True) -> ImageLayout | None:
     """Return the layout of the model in a directory; None for a model that takes no images.
 
-    max_pixels: the most pixels that an image is resized to, in place of the processor's own limit.
+    max_pixels: the most pixels that an image is resized to, in place of the processor's own limit. tower: with False,
+    a model that is computed with images on request alone is refused.
     """
     config = _read(directory / "config.json")
+    if config.get("model_type") in TOWER_ON_REQUEST and "vision_config" in config and not tower:
+        raise ConfigError(
+            f"This run loads the text part of the model in {directory} alone, and an image needs its vision tower. "
+            "Set `vision.tower=true`."
+        )
     processor = read_processor(directory, max_pixels)
     if processor is None:
         return None

@@ -17,10 +17,11 @@ from etude.errors import ConfigError
 ActivationCheckpointing = Literal["none", "selective", "full", "offload"]
 """The activations of a layer that are computed again in its backward pass, or moved away; see `checkpointing`."""
 
-Head = Literal["language", "score", "value"]
+Head = Literal["language", "seeing", "score", "value"]
 """The head on the hidden states: logits (`language`), one number (`score`), or one number that starts at 0 (`value`).
 
-A reward model's files contain the `score` head. A critic's `value` head starts at 0 if the files have none."""
+`seeing` has logits too, and the vision tower of a family whose text part is a model by itself. A reward model's files
+contain the `score` head. A critic's `value` head starts at 0 if the files have none."""
 
 ADAPTER_OPTIONS = ("rank", "alpha", "rslora", "targets")
 """The options that an adapter's own files set."""
@@ -29,6 +30,10 @@ ADAPTER_OPTIONS = ("rank", "alpha", "rslora", "targets")
 class VisionConfig(Config):
     """The vision tower of a model that takes images, and the images that it takes."""
 
+    tower: bool = Field(
+        False,
+        description="load the vision tower of Qwen3.5, so that it takes images; other families always have theirs",
+    )
     train: bool = Field(
         False,
         description="train the tower too; by default its weights stay as they are, and an image is encoded once a pass",

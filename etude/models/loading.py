@@ -71,7 +71,7 @@ def load(
                 where,
                 config=config,
                 dtype=torch.promote_types(dtype, torch.float32) if keep_float32 else dtype,
-                attn_implementation=attention_names(config),
+                attn_implementation=attention_names(config, head),
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -103,7 +103,7 @@ def create(
     seed: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    head: Literal["language", "score"] = "language",
+    head: Literal["language", "seeing", "score"] = "language",
 ) -> Model:
     """Create a model with random weights. The same seed gives the same weights, rounded to `dtype`."""
     with torch.random.fork_rng(devices=[]):
@@ -137,7 +137,7 @@ def create_on_meta(
     config, auto = _read_supported(where, head)
     _keep_layers(config, layers)
     with torch.device("meta"):
-        module = _build(auto, config, dtype)
+        module = _build(auto, config, head, dtype)
     _refuse_large_tokenizer(where, len(module.get_input_embeddings().weight))
     return Model(module, fused=False, verify=False)
 
@@ -148,7 +148,7 @@ def wrap_module(module: PreTrainedModel) -> Model:
     Training changes the module's weights too. The module itself works as before, with its own attention.
     """
     with torch.random.fork_rng(devices=[]):
-        twin = _from_config(copy.deepcopy(module.config), "language", module.dtype).to(module.device)
+        twin = _from_config(copy.deepcopy(module.config), "seeing", module.dtype).to(module.device)
     originals = dict(module.named_parameters(remove_duplicate=False))
     for name, placeholder in list(twin.named_parameters(remove_duplicate=False)):
         parent, _, leaf = name.rpartition(".")
@@ -211,7 +211,9 @@ def _read_supported(where: Path, head: Head) -> tuple[PreTrainedConfig, Any]:
     """Return the config of a directory and transformers' class for this head. Refuse what cannot be run."""
     _refuse_unreadable(where)
     config = _read_config(where)
-    if head == "language" and any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+    if head in ("language", "seeing") and any(
+        name.endswith("ForSequenceClassification") for name in config.architectures or ()
+    ):
         raise ConfigError(
             f"The model in {where} gives scores and no tokens: it is a reward model, as `reward=reward_model "
             f"reward.path=…` takes it. Give a language model."
@@ -230,9 +232,9 @@ def _auto_class(config: PreTrainedConfig, head: Head) -> Any:
     """Return transformers' class for this head. Refuse a config that cannot be run."""
     refuse_unsupported(config)
     register_attention()
-    if head == "language":
-        return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
-    if takes_images(config) and config.model_type not in BOTH_WAYS:
+    if head in ("language", "seeing"):
+        return AutoModelForImageTextToText if takes_images(config, head) else AutoModelForCausalLM
+    if takes_images(config, head) and config.model_type not in BOTH_WAYS:
         raise ConfigError(_REFUSED_HEADS[head])
     config.num_labels = 1
     return AutoModelForSequenceClassification
@@ -240,13 +242,13 @@ def _auto_class(config: PreTrainedConfig, head: Head) -> Any:
 
 def _from_config(config: PreTrainedConfig, head: Head, dtype: torch.dtype) -> Any:
     """Create transformers' model of a config, with random weights."""
-    return _build(_auto_class(config, head), config, dtype)
+    return _build(_auto_class(config, head), config, head, dtype)
 
 
-def _build(auto: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def _build(auto: Any, config: PreTrainedConfig, head: Head, dtype: torch.dtype) -> Any:
     """Create transformers' model of a config by one of its classes. Any error of a config becomes a sentence."""
     try:
-        module = auto.from_config(config, dtype=dtype, attn_implementation=attention_names(config))
+        module = auto.from_config(config, dtype=dtype, attn_implementation=attention_names(config, head))
     except Exception as error:
         if isinstance(error, MemoryError) or describe_out_of_memory(error):
             raise

@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from etude.images.layouts import TOWER_ON_REQUEST
 from etude.images.pixels import Pixels
 from etude.models.backbone import AttentionFn
 from etude.models.checkpointing import checkpoint_layer
-from etude.models.config import ActivationCheckpointing
+from etude.models.config import ActivationCheckpointing, Head
 from etude.models.mixers import use_mixer
 from etude.models.transformers_backbone import ATTENTION_NAME, TransformersBackbone, use_checkpointing
 from etude.models.vision_types import BOTH_WAYS, IN_TILES, ON_A_GRID, VISION_TYPES
@@ -33,14 +34,15 @@ from etude.models.vision_types import BOTH_WAYS, IN_TILES, ON_A_GRID, VISION_TYP
 _tower_checkpointing: ContextVar[ActivationCheckpointing] = ContextVar("tower_checkpointing", default="none")
 
 
-def takes_images(config: PreTrainedConfig) -> bool:
-    """Return true if models of this config are computed with images."""
-    return config.model_type in VISION_TYPES
+def takes_images(config: PreTrainedConfig, head: Head = "seeing") -> bool:
+    """Return true if a model of this config with this head is computed with images."""
+    kind = config.model_type
+    return kind in VISION_TYPES and (head == "seeing" or kind not in TOWER_ON_REQUEST)
 
 
-def attention_names(config: PreTrainedConfig) -> str | dict[str, str]:
+def attention_names(config: PreTrainedConfig, head: Head = "seeing") -> str | dict[str, str]:
     """Return transformers' names of the attention of each part of a model: Etude's for text, torch's in the tower."""
-    if not takes_images(config):
+    if not takes_images(config, head):
         return ATTENTION_NAME
     return {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 

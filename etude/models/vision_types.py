@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-ON_A_GRID = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+from etude.images.layouts import TOWER_ON_REQUEST
+
+ON_A_GRID = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}) | TOWER_ON_REQUEST
 """The model types that place an image's tokens in rows and columns."""
 IN_TILES = frozenset({"smolvlm", "idefics3"})
 """The model types whose images are cut into tiles."""
@@ -18,9 +20,10 @@ too, so what does not go with images is refused only where there are some."""
 VISION_TYPES = ON_A_GRID | IN_TILES | BOTH_WAYS
 
 
-def has_tower(directory: Path) -> bool:
-    """Return true if the model of a directory is computed with images."""
-    return _model_type(directory) in VISION_TYPES
+def has_tower(directory: Path, *, wanted: bool) -> bool:
+    """Return true if the model of a directory is computed with images. wanted: `vision.tower` of the run."""
+    kind = _model_type(directory)
+    return kind in VISION_TYPES and (wanted or kind not in TOWER_ON_REQUEST)
 
 
 def reads_text_too(directory: Path) -> bool:

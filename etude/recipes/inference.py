@@ -266,7 +266,7 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
             device=device,
             logs=logs,
             threads=threads,
-            images=ImageOptions(run.max_pixels, run.vision.max_images),
+            images=ImageOptions(run.max_pixels, run.vision.max_images, run.vision.tower),
             console=console,
         ) as served:
             if config.url:

@@ -163,6 +163,11 @@ class Recipe(Config):
         return None
 
     @property
+    def policy_head(self) -> Head:
+        """The head by which the model is loaded: that of the recipe, with or without a vision tower."""
+        return self.head
+
+    @property
     def trains_tower(self) -> bool:
         """True if the vision tower of a model that takes images is trained too."""
         return False

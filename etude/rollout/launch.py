@@ -103,7 +103,7 @@ def _support_images(
 ) -> None:
     """Let a backend send images, if the model takes some; else it has the sentence that refuses them."""
     try:
-        layout = read_image_layout(model, options.max_pixels)
+        layout = read_image_layout(model, options.max_pixels, tower=options.tower)
     except ConfigError as error:  # another family, which may still be trained on text
         backend.refusal = str(error)
         return

@@ -27,6 +27,8 @@ class ImageOptions:
     """The most pixels that an image is resized to; None is the processor's own."""
     max_images: int = 16
     """The most images of a request."""
+    tower: bool = True
+    """True if the run computes images; see `read_image_layout`."""
     trains_tower: bool = False
     """True if features change with each version of the weights."""
 

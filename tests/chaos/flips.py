@@ -118,7 +118,7 @@ class Resuming:
 
     def __init__(self, world: Path, stack: ExitStack) -> None:
         run = run_of(world / "nowhere", world, **CHANGES)
-        self._run, self._chat = run_directory.with_absolute_paths(run), build_chat_renderer(run.model, run.chat)
+        self._run, self._chat = run_directory.with_absolute_paths(run), build_chat_renderer(run)
         torch.set_num_threads(1)
         self._crew, self._engine, _ = build_crew(run, self._chat, world, stack)
         self._judge = stack.enter_context(Judge(run.reward, run.judging))

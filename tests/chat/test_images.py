@@ -40,7 +40,7 @@ WORDS = ("How many red squares?", "\nlook ", " count:\n\n", "one two", "é中", 
 @cache
 def chat_of(family: str) -> ChatRenderer:
     directory = make_vlm(family)
-    return ChatConfig().build_renderer(Tokenizer.load(directory), directory)
+    return ChatConfig().build_renderer(Tokenizer.load(directory), directory, tower=True)
 
 
 def encoder_of(family: str) -> ImageEncoder:
@@ -246,6 +246,14 @@ def test_an_unknown_family_is_a_model_of_text(tmp_path: Any) -> None:
         ChatConfig().build_renderer(Tokenizer.load(tmp_path / "t"), tmp_path / "t", 1000)
     with pytest.raises(ConfigError, match=r"has the image token `<\|image_pad\|>`, and the tokenizer in .* does not"):
         ChatConfig().build_renderer(Tokenizer.load(tmp_path / "t"), make_vlm("qwen3_vl"))
+
+
+def test_a_model_without_its_tower_takes_text_alone() -> None:
+    directory = make_vlm("qwen3_5")
+    chat = ChatConfig().build_renderer(Tokenizer.load(directory), directory)
+    assert len(chat.render([Message("user", "a")]).ids)
+    with pytest.raises(ChatError, match=r"an image needs its vision tower. Set `vision.tower=true`"):
+        chat.render([Message("user", (image("a"),))])
 
 
 def test_a_smaller_limit_gives_fewer_tokens() -> None:

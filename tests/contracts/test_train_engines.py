@@ -50,7 +50,7 @@ from tests.recipes.ranked import (
 from tests.train.tasks import VOCABULARY, answered, model, rollouts
 from tests.train.test_scoring import pairs
 from tests.vision_rows import ANSWERS, VisionRows
-from tests.vlms import make_vlm
+from tests.vlms import load_vlm, make_vlm
 
 pytestmark = pytest.mark.xdist_group("ranks")  # the crews that its tests share are slow to start
 
@@ -703,5 +703,5 @@ def test_a_rank_without_images_takes_part(two: ProcessCrew, family: str, options
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
 def test_a_vision_model_is_read_in_shards(two: ProcessCrew, family: str) -> None:
     """The sharded model passes the check with an image, and its tower's weights are found block by block."""
-    expected = dict(load(make_vlm(family), dtype=torch.float32).named_weights())
+    expected = dict(load_vlm(make_vlm(family)).named_weights())
     assert all(weights_equal(weights, expected) for weights in two.call(RankPolicy.load_weights, make_vlm(family)))

@@ -21,7 +21,7 @@ from etude.models.transformers_backbone import decoder_layers
 from etude.models.vision import Features, PassImages, axes_positions, place_features
 from etude.models.whole_images import split_images
 from tests.models.packs import paths
-from tests.vlms import FAMILIES, QWEN, TILED, make_vlm, picture, vlm_config
+from tests.vlms import FAMILIES, QWEN, TILED, load_vlm, make_vlm, picture, vlm_config
 
 SEEING = (*QWEN, *TILED)
 SIZES = ((50, 40), (30, 90), (64, 64))
@@ -160,14 +160,14 @@ def test_tokens_of_an_image_have_the_positions_of_transformers(family: str, cut:
 @pytest.mark.parametrize("family", SEEING)
 def test_a_pack_with_images_equals_its_rows_by_transformers(family: str) -> None:
     rows, theirs = forest(family, cut=8), reference(family)
-    ours = rows.hidden(load(make_vlm(family), dtype=torch.float32))
+    ours = rows.hidden(load_vlm(make_vlm(family)))
     for row, inputs in rows.rows():
         expected = theirs.model(**inputs, use_cache=False).last_hidden_state[0]
         torch.testing.assert_close(ours[row], expected, rtol=0, atol=2e-5)
 
 
 def test_a_sampled_image_token_takes_no_feature() -> None:
-    rows, model = forest("qwen3_vl"), load(make_vlm("qwen3_vl"), dtype=torch.float32)
+    rows, model = forest("qwen3_vl"), load_vlm(make_vlm("qwen3_vl"))
     row = paths(rows.pack)[-1]
     assert rows.image[row].max() < 0
     before = rows.hidden(model)[row]
@@ -177,7 +177,7 @@ def test_a_sampled_image_token_takes_no_feature() -> None:
 
 
 def test_each_level_of_features_counts() -> None:
-    rows, model = forest("qwen3_vl"), load(make_vlm("qwen3_vl"), dtype=torch.float32)
+    rows, model = forest("qwen3_vl"), load_vlm(make_vlm("qwen3_vl"))
     features = model.encode_images(rows.pixels)
     assert len(features.deep) == 2
     alone = Features.joined([model.encode_images([each]) for each in rows.pixels])
@@ -188,7 +188,7 @@ def test_each_level_of_features_counts() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
 def test_a_tower_that_is_computed_again_has_the_same_gradients(family: str) -> None:
-    rows, model = forest(family), load(make_vlm(family), dtype=torch.float32)
+    rows, model = forest(family), load_vlm(make_vlm(family))
     gradients = []
     for kind in ("none", "full"):
         model.activation_checkpointing = kind
@@ -200,7 +200,7 @@ def test_a_tower_that_is_computed_again_has_the_same_gradients(family: str) -> N
 
 
 def test_a_model_that_takes_features_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(make_vlm("qwen2_5_vl"), dtype=torch.float32)
+    model = load_vlm(make_vlm("qwen2_5_vl"))
     monkeypatch.setattr(verification, "axes_positions", lambda image, *_: np.arange(len(image)))
     with pytest.raises(ConfigError, match="puts images among its tokens in a way that Etude does not know"):
         model.verify()
@@ -233,13 +233,23 @@ def test_a_vision_model_has_no_other_head() -> None:
         with pytest.raises(ConfigError, match=sentence):
             load(where, dtype=torch.float32, head=head)
     with pytest.raises(ConfigError, match="a critic of a vision-language model"):
-        copy_with_score_head(load(where, dtype=torch.float32), torch.float32)
+        copy_with_score_head(load_vlm(where), torch.float32)
+
+
+def test_a_tower_is_loaded_on_request_where_the_text_part_is_a_model() -> None:
+    where = make_vlm("qwen3_5")
+    text, seeing = load(where, dtype=torch.float32), load_vlm(where)
+    assert not text.has_vision and not text.tower_weights and seeing.has_vision
+    weights = dict(seeing.named_weights())
+    for name, weight in text.named_weights():
+        assert torch.equal(weight, weights[name.replace("model.", "model.language_model.", 1)]), name
+    assert copy_with_score_head(text, torch.float32).has_score_head
 
 
 def test_only_weights_outside_of_the_text_part_and_the_head_are_a_tower() -> None:
     assert not create(tiny_config(50), seed=0).tower_weights
     for family in SEEING:
-        model = load(make_vlm(family), dtype=torch.float32)
+        model = load_vlm(make_vlm(family))
         text = {name for name, _ in model.named_weights()} - set(model.tower_weights)
         assert all(".language_model." in name or ".text_model." in name or "lm_head" in name for name in text)
         assert all(

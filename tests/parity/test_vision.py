@@ -19,18 +19,20 @@ from torch import Tensor
 from etude.batch import Batch, Pack
 from etude.data.pack import pack_prefix_tree
 from etude.images import image_digest
-from etude.models import Model, load
+from etude.models import Model
 from etude.models import vision as model_vision
 from etude.models.vision import Features, axes_positions
 from etude.train import images as train_images
 from etude.train.forward import ForwardPass
 from tests.vision_rows import PROMPTS, VisionRows, png
-from tests.vlms import QWEN, TILED
+from tests.vlms import QWEN, TILED, load_vlm
 
 FAMILIES: Final = (*QWEN, *TILED, "gemma3")
 LOGP_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 """The largest differences in float32: of a log-prob, and of a gradient relative to the weight's largest one."""
+STATES_TOLERANCE = 1e-3
+"""The same for a gradient of a layer with states, which adds up rounding over all tokens."""
 LEAST_CONTROL = 0.05
 """The least change of a log-prob that a mistake makes."""
 
@@ -55,21 +57,22 @@ def gradients(module: Any, logp: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradients_are_those_of_transformers(family: str) -> None:
     rows = rows_of(family)
-    model, reference = load(rows.where, dtype=torch.float32), rows.reference(torch.float32)
+    model, reference = load_vlm(rows.where), rows.reference(torch.float32)
     ours, theirs = logp(model, rows), rows.reference_logp(reference)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=LOGP_TOLERANCE)
     of_ours, of_theirs = gradients(model.module, ours), gradients(reference, theirs)
     for name, expected in of_theirs.items():
         scale = max(float(expected.abs().max()), 1e-3)
         difference = of_ours.get(name, torch.zeros_like(expected)) - expected
-        assert float(difference.abs().max()) <= GRADIENT_TOLERANCE * scale, name
+        tolerance = STATES_TOLERANCE if ".linear_attn." in name else GRADIENT_TOLERANCE
+        assert float(difference.abs().max()) <= tolerance * scale, name
     assert of_theirs.keys() & model.tower_weights.keys() == of_ours.keys() & model.tower_weights.keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_equal_rows_alone(family: str) -> None:
     rows = rows_of(family)
-    model = load(rows.where, dtype=torch.float32)
+    model = load_vlm(rows.where)
     with torch.no_grad():
         alone = torch.cat([logp(model, rows, rows.batch.select([index])) for index in range(rows.batch.num_rollouts)])
         torch.testing.assert_close(logp(model, rows), alone, rtol=0, atol=LOGP_TOLERANCE)
@@ -78,7 +81,7 @@ def test_packed_rows_equal_rows_alone(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_mistake_changes_log_probs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(family)
-    model = load(rows.where, dtype=torch.float32)
+    model = load_vlm(rows.where)
     assert rows.batch.image is not None
     with torch.no_grad():
         right = logp(model, rows)

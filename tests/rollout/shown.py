@@ -17,11 +17,11 @@ from etude.chat import Tokenizer
 from etude.images import ImageSpan, PromptImages, image_digest, read_image_layout
 from etude.images.decoding import open_image
 from etude.images.pixels import PixelReader
-from etude.models import Model, PackedAttention, load
+from etude.models import Model, PackedAttention
 from etude.models.vision import PassImages, axes_positions, place_features
 from etude.models.whole_images import split_images
 from etude.records import Completion
-from tests.vlms import make_vlm, picture
+from tests.vlms import load_vlm, make_vlm, picture
 
 Ids: TypeAlias = NDArray[np.int32]
 Part: TypeAlias = str | bytes | Ids
@@ -41,7 +41,7 @@ class Shown:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.model = load(self.directory, dtype=torch.float32)
+        self.model = load_vlm(self.directory)
         self.tokenizer = Tokenizer.load(self.directory)
         self.reader = PixelReader.load(self.directory)
         layout = read_image_layout(self.directory)

@@ -12,13 +12,12 @@ import torch
 
 from etude.errors import ConfigError, DataError, ImageError
 from etude.images import ImageSpan, PromptImages
-from etude.models import load
 from etude.records import Completion, SamplingParams
 from etude.rollout.image_reader import ImageReader
 from etude.rollout.torch_engine import TorchEngine
 from tests.rollout.engines import Ids, engine_of
 from tests.rollout.shown import Shown, png, shown_to
-from tests.vlms import QWEN, TILED
+from tests.vlms import QWEN, TILED, load_vlm
 
 SEEING = (*QWEN, *TILED, "gemma3")
 RED, BLUE, TALL, SMALL = png(0, 50, 40), png(3, 50, 40), png(1, 30, 90), png(2, 33, 47)
@@ -77,7 +76,7 @@ def test_answers_and_later_turns_have_the_log_probs_of_the_model(family: str) ->
             second = asyncio.run(answer(engine, later, tries=1))
             follow(shown, later, second)
             assert engine._steps.features.encoded == 5
-            assert engine.stats().reduce()["engine/cache_hit_rate"] > 0.3
+            assert engine.stats().reduce()["engine/cache_hit_rate"] > 0.2
         drawn.append([given.ids for given in (*first, *second)])
     assert all(np.array_equal(*pair) for pair in zip(*drawn, strict=True))
     assert any(not np.array_equal(drawn[0][n], drawn[0][2 + n]) for n in range(2)), "equal ids and another image"
@@ -122,8 +121,8 @@ def test_a_sampled_image_token_is_an_ordinary_token(family: str) -> None:
 def test_new_weights_of_a_tower_clear_its_features_and_a_frozen_tower_keeps_them() -> None:
     shown = shown_to("qwen3_vl")
     prompts = prompts_of(shown)
-    model = load(shown.directory, dtype=torch.float32)
-    other = load(shown.directory, dtype=torch.float32)
+    model = load_vlm(shown.directory)
+    other = load_vlm(shown.directory)
     with torch.no_grad():
         for weight in other.tower_weights.values():
             weight.mul_(1.2)

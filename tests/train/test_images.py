@@ -13,7 +13,7 @@ from etude.algorithms import AlgorithmConfig
 from etude.data.pack import pack_prefix_tree
 from etude.errors import BatchError, ConfigError
 from etude.images.pixel_cache import PixelCache
-from etude.models import LoraAdapterConfig, Model, load
+from etude.models import LoraAdapterConfig, Model
 from etude.recipes.run.builders.policy import choose_trained
 from etude.train import FrozenModel, Learner, TrainConfig
 from etude.train.images import compute_hidden
@@ -21,6 +21,7 @@ from tests.components import require
 from tests.train.tasks import Improve, gradient, ready, weights
 from tests.train.tasks import model as text_model
 from tests.vision_rows import VisionRows
+from tests.vlms import load_vlm
 
 FAMILY = "qwen3_vl"
 
@@ -32,7 +33,7 @@ def rows_of(family: str = FAMILY) -> VisionRows:
 
 def seeing(*, tower: bool, family: str = FAMILY, **lora: Any) -> Model:
     """Return the model of the rows, prepared as a run does."""
-    model = load(rows_of(family).where, dtype=torch.float64)
+    model = load_vlm(rows_of(family).where, torch.float64)
     return choose_trained(model, LoraAdapterConfig(**lora), (), tower=tower, seed=0)
 
 

@@ -21,7 +21,7 @@ from etude.config.only_with import OnlyWith
 from etude.config.resume_marks import MAY_CHANGE, SETS_LENGTH
 from etude.data import DataConfig
 from etude.errors import ConfigError
-from etude.models import VisionConfig
+from etude.models import Head, VisionConfig
 from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.environment import EnvConfig
@@ -178,6 +178,10 @@ class Run(Recipe, AlgorithmConfig):
         if not isinstance(self.rollout, ServerConfig):
             return None
         return self.rollout.model_copy(update={"devices": gpus_of_servers(self.rollout, self.own_gpus)})
+
+    @property
+    def policy_head(self) -> Head:
+        return "seeing" if self.vision.tower else self.head
 
     @property
     def trains_tower(self) -> bool:

@@ -39,7 +39,7 @@ def start_ranks(rank: Callable[[R], object], run: R, logs: Path) -> MultiRankCre
     config tells.
     """
     if run.mesh.ranks_per_rollout * run.mesh.expert > 1 and run.model.path is not None:
-        model = create_on_meta(run.model.path, dtype=torch.float32, head=run.head)
+        model = create_on_meta(run.model.path, dtype=torch.float32, head=run.policy_head)
         model = adapt(model, run.lora, seed=run.seed) if run.lora.is_enabled else model
         if run.mesh.expert > 1:
             refuse_without_experts(model, run.mesh.expert)

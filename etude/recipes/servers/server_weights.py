@@ -238,7 +238,7 @@ def serve_run(
             plugin_path=plugin_directory,
             adapters=adapters,
             recording=Recording.of(run.training_params(), routes),
-            images=ImageOptions(run.max_pixels, run.vision.max_images, run.trains_tower),
+            images=ImageOptions(run.max_pixels, run.vision.max_images, run.vision.tower, run.trains_tower),
             console=console,
         ) as served:
             base, kept = (None, KEPT) if adapters is None else (first, adapters.held)

@@ -160,7 +160,7 @@ def _assemble_parts(
 ) -> SupervisedComponents:
     """Build the components, which stay open until the stack closes, and write the run's options once all of them
     exist."""
-    chat = build_chat_renderer(run.model, run.chat, run.max_pixels)
+    chat = build_chat_renderer(run)
     assert run.model.path is not None, "a run has a model"
     context = read_context_length(run.model.path)
     examples = _read(run, "data.train", run.data.train, chat, context)
@@ -229,7 +229,7 @@ def _crew(run: SupervisedRun, chat: ChatRenderer, steps: int, directory: Path) -
 
 def build_rank_worker(run: SupervisedRun) -> SupervisedWorker:
     """Build the worker of one rank, in the rank's own process. The run must have its length in steps."""
-    return _worker(run, build_chat_renderer(run.model, run.chat, run.max_pixels))
+    return _worker(run, build_chat_renderer(run))
 
 
 def _worker(run: SupervisedRun, chat: ChatRenderer) -> SupervisedWorker:

@@ -82,10 +82,10 @@ class DryRunResult:
         path, dtype = self.run.model.path, PRECISIONS[self.run.train.precision]
         assert path is not None, "a plan is of a model"
         with use_fake_tensors(MemoryTracker()):  # new adapters have memory
-            model = create_on_meta(path, dtype=dtype, head=self.run.head)
+            model = create_on_meta(path, dtype=dtype, head=self.run.policy_head)
             model = _choose_trained(self.run)(model)
             layers = None if self.depth is None else self.depth.built
-            sizes = create_empty(path, dtype=dtype, head=self.run.head, layers=layers).sizes
+            sizes = create_empty(path, dtype=dtype, head=self.run.policy_head, layers=layers).sizes
         return model.with_sizes(sizes if self.depth is None else self.depth.extend(sizes))
 
 
@@ -205,7 +205,7 @@ def build_policy(run: Recipe, mesh: ShardMeshes | None, layers: Layers = ALL_LAY
     """Build the model of a run as it is trained, with empty weights."""
     assert run.model.path is not None, "a plan is of a model"
     dtype = PRECISIONS[run.train.precision]
-    return build_model(run.model.path, dtype, mesh, layers, head=run.head, prepare=_choose_trained(run))
+    return build_model(run.model.path, dtype, mesh, layers, head=run.policy_head, prepare=_choose_trained(run))
 
 
 def _choose_trained(run: Recipe) -> Callable[[Model], Model]:

@@ -72,22 +72,22 @@ def _names_layer(part: str) -> bool:
 
 def _models(run: Recipe, roles: frozenset[str]) -> Iterable[tuple[Path, Head]]:
     """Return the directories and the heads of the models that a dry run builds."""
-    found: list[tuple[Path | None, Head]] = [(run.model.path, run.head)]
+    found: list[tuple[Path | None, Head]] = [(run.model.path, run.policy_head)]
     if isinstance(run, Run):
         present = roles & run.active_roles()
-        found += [(run.reference.path, "language")] if "reference" in present else []
-        found += _teachers(run.teacher) if "teacher" in present else []
+        found += [(run.reference.path, run.policy_head)] if "reference" in present else []
+        found += _teachers(run.teacher, run.policy_head) if "teacher" in present else []
         found += [(run.critic.path, "value")] if "critic" in present else []
         found += [(reward.path, "score") for reward in model_rewards(run.reward) if "reward" in roles]
     elif isinstance(run, DPORun):
-        found.append((run.reference.path, "language"))
+        found.append((run.reference.path, run.policy_head))
     elif isinstance(run, DistillRun):
-        found += _teachers(run.teacher)
+        found += _teachers(run.teacher, run.policy_head)
     return [(path, head) for path, head in found if path is not None]
 
 
-def _teachers(teacher: TeacherConfig) -> list[tuple[Path | None, Head]]:
-    return [(path, "language") for path in teacher.paths.values() or [teacher.path]]
+def _teachers(teacher: TeacherConfig, head: Head) -> list[tuple[Path | None, Head]]:
+    return [(path, head) for path in teacher.paths.values() or [teacher.path]]
 
 
 @lru_cache(maxsize=32)

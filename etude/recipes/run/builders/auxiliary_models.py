@@ -138,9 +138,9 @@ class AuxiliaryLoader:
             return model
 
         if self.mesh is None:
-            frozen: HeldModel = prepare(load(where, dtype=dtype, device=home))
+            frozen: HeldModel = prepare(load(where, dtype=dtype, device=home, head=run.policy_head))
         else:
-            frozen = load_sharded(where, self.mesh, dtype=dtype, device=home, prepare=prepare)
+            frozen = load_sharded(where, self.mesh, dtype=dtype, device=home, head=run.policy_head, prepare=prepare)
         compute_device = policy.device if offloaded else None
         tokens = run.train.max_tokens_per_micro_batch
         pixels = self._pixels_of(role, where, model_of(frozen))

@@ -60,12 +60,12 @@ def build_crew(
 
 def build_rank_worker(run: Run) -> PolicyWorker:
     """Build the worker of one rank, in the rank's own process."""
-    return RankBuilder(run, build_chat_renderer(run.model, run.chat, run.max_pixels)).build()[0]
+    return RankBuilder(run, build_chat_renderer(run)).build()[0]
 
 
 def build_trainer(run: Run) -> PolicyWorker:
     """Build the worker that trains a run's policy in this process. It has no engine, and so it publishes nothing."""
-    chat = build_chat_renderer(run.model, run.chat, run.max_pixels)
+    chat = build_chat_renderer(run)
     policy = PolicyLoader(run, chat.tokenizer).load_trained(None)
     return RankBuilder(run, chat).build_worker(policy, None, None)
 

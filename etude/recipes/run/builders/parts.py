@@ -58,7 +58,7 @@ def assemble_parts(
     exist."""
     run_directory.write_tasks(directory, tasks)
     run_directory.check_journal(directory)
-    chat = build_chat_renderer(run.model, run.chat, run.max_pixels)
+    chat = build_chat_renderer(run)
     refuse_uncallable_tools(run.env.tools, chat)
     hub = stack.enter_context(open_hub(run))
     loader = TaskLoader(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from etude.chat import ChatConfig, ChatRenderer, Tokenizer
+from etude.chat import ChatRenderer, Tokenizer
 from etude.errors import ConfigError
 from etude.models import LoraAdapterConfig, Model, adapt, load
-from etude.recipes.recipe import ModelSource, Recipe
+from etude.recipes.recipe import Recipe
 from etude.recipes.run.builders.auxiliary_models import load_trained
 from etude.recipes.run.directory import check_model
 from etude.recipes.run.rules.checks import NO_MODEL
@@ -19,17 +19,19 @@ from etude.train.device_mesh import ShardMeshes
 from etude.train.optim import PRECISIONS
 
 
-def build_chat_renderer(source: ModelSource, chat: ChatConfig, max_pixels: int | None = None) -> ChatRenderer:
-    """Return the chat renderer of a run's model. max_pixels: the most pixels that it resizes an image to."""
+def build_chat_renderer(run: Recipe) -> ChatRenderer:
+    """Return the chat renderer of a run's model."""
+    source = run.model
     if source.path is None:
         raise ConfigError(NO_MODEL)
     check_model(source.path)
-    return chat.build_renderer(Tokenizer.load(source.tokenizer or source.path), source.path, max_pixels)
+    tokenizer = Tokenizer.load(source.tokenizer or source.path)
+    return run.chat.build_renderer(tokenizer, source.path, run.max_pixels, tower=run.policy_head == "seeing")
 
 
 def load_policy(run: Recipe) -> tuple[Model, ChatRenderer]:
     """Return the model of a run and its chat renderer, with adapters attached and frozen weights frozen."""
-    chat = build_chat_renderer(run.model, run.chat, run.max_pixels)
+    chat = build_chat_renderer(run)
     return PolicyLoader(run, chat.tokenizer).load(run.compute_device()), chat
 
 
@@ -74,7 +76,9 @@ class PolicyLoader:
         """Load the model to compute with, whole."""
         run = self.run
         assert run.model.path is not None, "a run has a model"
-        return self._prepare(load(run.model.path, dtype=PRECISIONS[run.train.precision], device=device, head=run.head))
+        return self._prepare(
+            load(run.model.path, dtype=PRECISIONS[run.train.precision], device=device, head=run.policy_head)
+        )
 
     def load_trained(self, mesh: ShardMeshes | None) -> HeldModel:
         """Load the model to train it, in the full precision of its files: whole, or this rank's shards."""
@@ -85,7 +89,7 @@ class PolicyLoader:
             PRECISIONS[run.train.precision],
             mesh,
             device=run.compute_device(),
-            head=run.head,
+            head=run.policy_head,
             keep_float32=not run.lora.is_enabled,
             prepare=self._prepare,
         )

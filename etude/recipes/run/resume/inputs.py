@@ -86,7 +86,8 @@ class RunInputs:
     def check_base_model(self) -> None:
         """Refuse a changed base model, of which a run trained only a part: adapters, or all but its frozen weights."""
         run = self._run
-        frozen_tower = not run.trains_tower and run.model.path is not None and has_tower(run.model.path)
+        sees = run.model.path is not None and has_tower(run.model.path, wanted=run.policy_head == "seeing")
+        frozen_tower = sees and not run.trains_tower
         if not (run.lora.is_enabled or run.model.freeze or frozen_tower):
             return
         if changed := self._changed_model_files():

@@ -20,13 +20,19 @@ def check_vision(run: Run) -> Iterator[ConfigError]:
     if where is None or not where.is_dir():
         return
     changed = [name for name in VisionConfig.model_fields if getattr(run.vision, name) != getattr(VisionConfig(), name)]
-    if not has_tower(where):
+    if not has_tower(where, wanted=run.vision.tower):
         if changed:
+            remedy = "Set `vision.tower=true`" if has_tower(where, wanted=True) else "Give a vision-language model"
             yield ConfigError(
                 f"`vision.{changed[0]}` is for a model that takes images, and the model in {where} takes text alone. "
-                "Give a vision-language model, or leave it out."
+                f"{remedy}, or leave it out."
             )
         return
+    if run.vision.tower and has_tower(where, wanted=False):
+        yield ConfigError(
+            f"`vision.tower=true` is for models that are loaded without their tower, such as Qwen3.5. The one in "
+            f"{where} always has its tower. Leave it out."
+        )
     yield from problems_of(partial(read_image_layout, where, run.vision.max_pixels))
     if reads_text_too(where):
         return

@@ -27,6 +27,9 @@ def test_a_model_of_text_has_no_options_of_images(world: Path, options: dict[str
     [
         ("qwen3_vl", {"advantage": "gae"}, "a critic of a vision-language model is not supported"),
         ("qwen3_vl", {"ranks": 2, "mesh.tensor": 2}, "`mesh.tensor=2` does not split a model with a vision tower. Set"),
+        ("qwen3_5", {"ranks": 2, "mesh.tensor": 2, "vision.tower": True}, "`mesh.tensor=2` does not split a model"),
+        ("qwen3_5", {"vision.max_pixels": 4096}, "takes text alone. Set `vision.tower=true`, or leave it out."),
+        ("qwen3_vl", {"vision.tower": True}, "always has its tower. Leave it out."),
         ("smolvlm", {"ranks": 2, "mesh.context": 2}, "`mesh.context=2` does not split a model with a vision tower"),
         ("gemma3", {"vision.max_pixels": 4096}, "takes every image in one size, so `vision.max_pixels` 4096"),
     ],
