@@ -10,13 +10,13 @@ complete the arguments.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from etude.config.compose import compose
 from etude.config.suggestions import suggest_name
+from etude.data.files import row_to_json
 from etude.errors import ConfigError, UnknownChoiceError
 from etude.recipes.presets import PRESETS
 from etude.recipes.run import loop
@@ -184,9 +184,10 @@ def tasks_as_files(tasks: Tasks, path: Path) -> tuple[list[str], str | None]:
         raise ConfigError(
             "The list of tasks is empty. Give at least one, such as `[{'question': '2+2', 'answer': '4'}]`."
         )
+    mappings = [row for row in rows if isinstance(row, Mapping)]
     if wrong := [row for row in rows if not isinstance(row, Mapping)]:
         raise ConfigError(
             f"Tasks are mappings, such as `{{'question': '2+2', 'answer': '4'}}`, or files of them; a "
             f"{type(wrong[0]).__name__} was given."
         )
-    return [str(path)], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return [str(path)], "".join(row_to_json(row, f"Task {place}") + "\n" for place, row in enumerate(mappings))

@@ -211,15 +211,21 @@ def rows_from_iterable(items: Iterable[Any], name: str, directory: Path | None =
                     f"{name}, row {index} is of type {type(row).__name__}; each row must be a mapping from column "
                     f"names."
                 )
-            try:
-                yield json.dumps(dict(row), ensure_ascii=False, default=_to_json_value)
-            except (TypeError, ValueError) as error:
-                raise DataError(
-                    f"{name}, row {index} cannot be written as JSON: {error}. A task can have text, numbers, lists and "
-                    f"mappings: leave other columns out."
-                ) from error
+            yield row_to_json(row, f"{name}, row {index}")
 
     return JsonRows(name, _to_chunks(texts()), directory)
+
+
+def row_to_json(row: Mapping[str, Any], where: str) -> str:
+    """Return a row of a program as JSON, with data URLs for images of Pillow and the bytes of images. where: its name
+    in errors."""
+    try:
+        return json.dumps(dict(row), ensure_ascii=False, default=_to_json_value)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{where} cannot be written as JSON: {error}. A task can have text, numbers, lists, mappings and images: "
+            "leave other columns out."
+        ) from error
 
 
 def _to_json_value(value: Any) -> Any:

@@ -21,6 +21,7 @@ from etude.data import Dataset
 from etude.errors import DataError
 from etude.images import ImageRef, image_digest
 from etude.images.addresses import image_address
+from etude.launch import tasks_as_files
 from etude.records import Task
 
 
@@ -157,3 +158,14 @@ def test_the_length_of_a_prompt_counts_its_images() -> None:
     assert len(fitting) == 1 and counts.reduce()["longest_prompt"] == 3
     with pytest.raises(DataError, match="row 1 has a prompt with images that is too long, and images cannot be cut"):
         Dataset.load(rows).filter_overlong(parts, 2, "truncate")
+
+
+def test_tasks_of_a_program_are_written_with_their_images(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "<image>", "images": [Image.open(BytesIO(RED)), BLUE]}]
+    (file,), text_of_file = tasks_as_files(rows, tmp_path / "tasks.jsonl")
+    assert text_of_file is not None
+    Path(file).write_text(text_of_file.replace("<image>", "<image><image>"))
+    (pillow, given) = first_task(file)["images"]
+    assert pillow.endswith(";3x2") and given == address(BLUE, 5)
+    with pytest.raises(DataError, match=r"^Task 1 cannot be written as JSON: it holds a value of type bytes"):
+        tasks_as_files([*rows, {"prompt": b"no image"}], tmp_path / "tasks.jsonl")

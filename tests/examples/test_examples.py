@@ -9,12 +9,16 @@ import re
 import runpy
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from etude.cli import main
+from etude.demo import counting_model
+from etude.recipes.run.directory import read_metrics
 from etude.records import Message, Task
+from etude.store import open_store
 from tests.house.documents import ROOT, unexplained_metrics
 
 EXAMPLES = ROOT / "examples"
@@ -23,6 +27,9 @@ GOALS = {"train_my_reward": 2.0, "own_loss": 0.8, "tasks_from_python": 0.8, "tex
 
 AGENTS = {"openai_sdk_agent": 12, "langgraph_agent": 12, "command_agent/train": 16}
 """Examples of agents, and the number of steps in which each learns to use its tools."""
+
+PICTURES = {"picture_game", "picture_agent"}
+"""Examples with a vision-language model. Their tests make it with few steps, and train for one."""
 
 OWN_METRICS = {"pace"}
 """The metrics of the example's own loss."""
@@ -38,7 +45,7 @@ def run_command(words: list[str], folder: Path) -> str:
 
 def test_every_example_is_run() -> None:
     agents = {path for path in AGENTS if "/" not in path}
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*GOALS, *agents, "teach_and_judge"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*GOALS, *agents, *PICTURES, "teach_and_judge"}
     assert {path.parent.name for path in EXAMPLES.glob("*/*.py")} == {
         path.partition("/")[0] for path in {*AGENTS} - agents
     }
@@ -87,6 +94,22 @@ def test_an_agent_learns_to_use_its_tools(name: str, steps: int, tmp_path: Path)
 def test_examples_of_agents_are_short() -> None:
     files = [EXAMPLES / f"{name}.py" for name in AGENTS] + [EXAMPLES / "command_agent/agent.sh"]
     assert max(len(file.read_text().splitlines()) for file in files) <= 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PICTURES))
+def test_an_example_with_pictures_is_trained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting_model, "STEPS", 21)
+    monkeypatch.setattr(counting_model, "BATCH", 16)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](Path("run"), 1)
+    (step,) = [line for line in read_metrics(Path("run/run")) if line["step"] == 1]
+    assert 0 < step["reward"] < 0.7 and not unexplained_metrics(Path("run/run/metrics.jsonl"))
+    with closing(open_store(Path("run/run/journal.sqlite"), read_only=True)) as store:
+        rollouts = [id for task in store.tasks() if task.step == 1 for id in task.rollouts]
+        shown = {tuple(len(turn.images) for turn in store.turns(id)) for id in rollouts}
+    assert shown - {(1,)} == ({(1, 2)} if name == "picture_game" else set())
 
 
 @pytest.mark.integration

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,9 +23,11 @@ from etude.images.encoding import encode_png
 from etude.recipes.run.builders.assemble import build
 from etude.records import Message, Task
 from etude.store import TurnRecorded, open_store
-from tests.recipes.runs import Captured, refused, rows_of, run_of, same, step_metrics, train, weights
+from tests.recipes.runs import Captured, options, refused, rows_of, run_of, same, step_metrics, train, weights
 from tests.vlms import make_vlm, picture
+from tests.waits import blocked_until
 
+ROOT = Path(__file__).parents[2]
 NAME = "tests.recipes.test_image_runs"
 LOOKS: dict[str, Any] = {
     "env.path": f"{NAME}:Magnifier",
@@ -160,3 +166,30 @@ def test_the_doctor_names_an_image_that_the_journal_lacks(straight: Path, tmp_pa
         raw.execute("DELETE FROM images WHERE digest = ?", [lost])
     main(["doctor", str(copied)])
     assert f"journal.sqlite lacks 1 image that it names, the first {lost} of rollout" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_bit(world: Path, straight: Path, tmp_path: Path) -> None:
+    """It is killed in its second step, while its environment shows parts of pictures."""
+    run = tmp_path / "killed"
+    words = options(world, directory=run, **LOOKS, checkpoint__every=1)
+    command = [sys.executable, "-m", "etude", "train", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process:
+        blocked_until(lambda: recorded_turns(run / "journal.sqlite") > 8, within=120)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert main(["train", "--resume", str(run)]) == 0
+    assert same(weights(run), weights(straight))
+
+
+def recorded_turns(journal: Path) -> int:
+    """Return the number of turns in the journal of a run in another process."""
+    if not journal.exists():
+        return 0
+    with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as raw:
+        try:
+            (count,) = raw.execute("SELECT count(*) FROM events WHERE kind = 'turn_recorded'").fetchone()
+        except sqlite3.OperationalError:  # it is being made
+            return 0
+    return int(count)
