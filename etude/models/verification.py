@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from etude.batch import Pack, PackImages
@@ -63,7 +64,7 @@ def verify_model(model: Model, ranks: int = 1) -> None:
     if ranks > 1:  # each rank has some of the heads
         return
     _verify_tree(model, layers)
-    if model.has_vision:
+    if model.has_vision and not isinstance(model.head_weight, FakeTensor):  # whose places of images are not known
         _verify_image(model, layers)
     model.sizes = LayerSizes(
         attention=tuple(
