@@ -55,6 +55,11 @@ REFUSED = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 LANGUAGE, MODEL = "language", "model"
+DEMO_VISION = """\
+examples:
+  etude demo vision                      the vision tower is trained too
+  etude demo vision vision.train=false   only the text part is trained
+  etude demo vision seed=1 --json        print the result as JSON"""
 DEMO_RUN = "etude.demo.tabular.run:DemoRun"
 RESUME = "continue the run in this directory from its last checkpoint"
 MULTIRUN = "start one run for each combination of values a,b,c"
@@ -147,6 +152,11 @@ def _add_demos(commands: Any) -> None:
     agent = add_run_command(demos, "agent", summary, DEMO_AGENT)
     agent.add_argument("--json", action="store_true", help=result)
     agent.set_defaults(command=_demo, demo="agent")
+
+    summary = "train a small vision-language model to count the shapes of pictures"
+    vision = add_run_command(demos, "vision", summary, DEMO_VISION)
+    vision.add_argument("--json", action="store_true", help=result)
+    vision.set_defaults(command=_demo, demo="vision")
 
     summary = "train a table of logits with each loss, and plot the exact expected reward"
     algorithms = add_run_command(demos, "algorithms", summary, ALGORITHMS, roots={"": DEMO_RUN})
@@ -388,11 +398,8 @@ def _demo(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     from etude.demo import demo_setup
 
-    is_agent = arguments.demo == "agent"
-    demo_setup.compose_demo(
-        demo_setup.AGENT_DEMO if is_agent else demo_setup.LANGUAGE_DEMO, arguments.overrides, arguments.config
-    )
-    if is_agent:
+    demo_setup.compose_demo(demo_setup.DEMOS[arguments.demo], arguments.overrides, arguments.config)
+    if arguments.demo == "agent":
         from etude.agents import load_openai_clients
 
         load_openai_clients()  # fails now if the library is missing; every attempt would fail later

@@ -26,6 +26,7 @@ RUN = "etude.recipes.run.config:Run"
 PREPARATIONS = {
     "gsm8k": "etude.data.prepare.gsm8k:Gsm8kPreparation",
     "math": "etude.data.prepare.maths:MathPreparation",
+    "pictures": "etude.data.prepare.pictures:PicturesPreparation",
     "countdown": "etude.data.prepare.countdown:CountdownPreparation",
     "arithmetic": "etude.data.prepare.arithmetic:ArithmeticPreparation",
     "instructions": "etude.data.prepare.instructions:InstructionPreparation",

@@ -75,7 +75,7 @@ NAMES = (
     "runner",
 )
 DATA = [["data", "prepare"], ["data", "show"], ["export", "rollouts"]]
-DEMOS = [["demo", "language"], ["demo", "agent"], ["demo", "algorithms"]]
+DEMOS = [["demo", "language"], ["demo", "agent"], ["demo", "vision"], ["demo", "algorithms"]]
 COMMANDS = [*([name] for name in NAMES), ["config", "show"], *DEMOS, *DATA]
 SWEPT = {"--multirun", "generate"}  # several runs, or words that are no options
 
@@ -121,7 +121,7 @@ def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured
     assert len(lines) >= 2
     for line in lines:
         words = shlex.split(line.partition(" > ")[0].partition("   ")[0])[1:]
-        if words[0] == "demo" and not {"agent", "algorithms"} & set(words):
+        if words[0] == "demo" and not {"agent", "vision", "algorithms"} & set(words):
             words.insert(1, "language")  # which `etude demo` alone runs
         arguments = build_parser().parse_args(words)
         if "overrides" in arguments and arguments.config is None and not SWEPT & set(words) and words[0] != "eval":

@@ -1,4 +1,4 @@
-"""The shared parts of the language demo and the agent demo: their own model, tasks and fixed options."""
+"""The shared parts of the demos that train a model: their own model, tasks and fixed options."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ LANGUAGE_DEMO = DemoSpec(
     "model, tasks and reward",
     "model.path=… data.train=[…]",
 )
+VISION_DEMO = DemoSpec(
+    "demo-vision",
+    Path(__file__).with_name("vision.yaml"),
+    RESERVED_OPTIONS,
+    "model, tasks and reward",
+    "model.path=… data.train=[…]",
+)
 AGENT_DEMO = DemoSpec(
     "demo-agent",
     Path(__file__).with_name("agent.yaml"),
@@ -52,6 +59,7 @@ AGENT_DEMO = DemoSpec(
     "agent, model and tasks",
     "agent.path=my_agent.py:solve model.path=… data.train=[…]",
 )
+DEMOS = {"language": LANGUAGE_DEMO, "agent": AGENT_DEMO, "vision": VISION_DEMO}
 
 WORLD = "world"
 """The subdirectory of a run with the demo's tasks and model."""

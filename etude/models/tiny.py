@@ -83,6 +83,7 @@ def tiny_vision_config(
     intermediate: int = 128,
     context: int = 2048,
     patch: int = 4,
+    initializer_range: float = 0.02,
     **token_ids: int,
 ) -> PreTrainedConfig:
     """Return the configuration of a Qwen3-VL whose text part and vision tower have these sizes.
@@ -105,6 +106,7 @@ def tiny_vision_config(
             "mrope_section": [head_dim // 2 - 2 * plane, plane, plane],
             "mrope_interleaved": True,
         },
+        "initializer_range": initializer_range,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -120,6 +122,7 @@ def tiny_vision_config(
         "temporal_patch_size": 1,
         "deepstack_visual_indexes": [0],
         "num_position_embeddings": 64,
+        "initializer_range": initializer_range,
     }
     config: PreTrainedConfig = AutoConfig.for_model(
         "qwen3_vl", text_config=text, vision_config=tower, tie_word_embeddings=True, **token_ids

@@ -35,6 +35,7 @@ COMMANDS = {
     "simulate": ["simulate", "gpsu=64"],
     "demo": ["demo", "learning_rte=3"],
     "demo agent": ["demo", "agent", "learning_rte=3"],
+    "demo vision": ["demo", "vision", "learning_rte=3"],
     "show": ["config", "show", "grpo", "loss.clp_high=0.3"],
 }
 LATER = {

@@ -19,6 +19,7 @@ from etude.rewards import Countdown, Gsm8k, Math
 from etude.rewards.countdown import evaluate_expression
 from etude.rewards.maths import extract_boxed
 from tests.data.prepare.made import GSM8K, MATH, earned, judge, lines, rows, run, table, tasks
+from tests.view.pictures import png
 
 # -- mathematics ------------------------------------------------------------------------------------------------------
 
@@ -68,6 +69,36 @@ def test_math_is_judged_by_its_own_solutions(form: str, tmp_path: Path) -> None:
     for kind, answer in {"Algebra": "5/6", "Geometry": "12 \\pi", "Counting": "2"}.items():
         assert earned(reward, result[kind], f"So it is $\\boxed{{{answer}}}$.") == 1
         assert earned(reward, result[kind], "So it is $\\boxed{77}$.") == 0
+
+
+CLEVR = {"problem": "How many cubes are there?", "solution": "<answer> 3 </answer>"}
+GEOMETRY = {"problem": "<image>Find $x$ in <image>.", "answer": "2 \\sqrt { 3 }"}
+
+
+def test_pictures_are_stored_with_their_rows_and_placed_in_the_prompt(tmp_path: Path) -> None:
+    """The same question about another picture is another row; a row without its picture is left out."""
+    red, blue = ({"bytes": png(8, 8, colour), "path": "a.png"} for colour in ((200, 0, 0), (0, 0, 200)))
+    raw = tmp_path / "raw"
+    table(raw / "train-0.parquet", [{**CLEVR, "image": red}, {**CLEVR, "image": blue}, {**CLEVR, "image": red}])
+    table(raw / "train-1.parquet", [{**GEOMETRY, "images": [red, blue]}, {**GEOMETRY, "images": [red]}])
+    table(raw / "train-2.parquet", [{**CLEVR, "image": {"bytes": None, "path": "a.png"}}])
+    done = run("pictures", tmp_path / "out", f"raw='{raw}'")
+    assert done.counts == {"train": 3} and sorted(done.skipped.reasons) == [
+        "a picture is missing: the file has no bytes of it",
+        "the number of `<image>` in the question is not that of its pictures",
+        "the same row came before",
+    ]
+    first, second, third = tasks(done)
+    assert [task.fields["ground_truth"] for task in (first, second, third)] == ["3", "3", "2 \\sqrt { 3 }"]
+    assert [list(task.images.values()) for task in (first, second, third)] == [
+        [red["bytes"]],
+        [blue["bytes"]],
+        [red["bytes"], blue["bytes"]],
+    ]
+    prompt: Any = third.fields["prompt"]
+    assert [part["type"] for part in prompt[0]["content"]] == ["image_url", "text", "image_url", "text"]
+    reward = judge(done)
+    assert earned(reward, third, "\\boxed{2\\sqrt{3}}") == 1 and earned(reward, first, "\\boxed{4}") == 0
 
 
 def test_math_500_has_its_answers_in_a_column(tmp_path: Path) -> None:
