@@ -20,7 +20,7 @@ from etude.data.files import DATA_SOURCE_COLUMN, RowSource, column_paths, lookup
 from etude.data.prompts import check_prompt
 from etude.data.table import DatasetLike, RowTable, open_sources
 from etude.data.task_images import IMAGE_COLUMNS, TaskImages, find_image_column
-from etude.errors import ChatError, DataError
+from etude.errors import ChatError, DataError, ImageError
 from etude.observe import Max, Metrics, Sum
 from etude.records import Task
 
@@ -130,8 +130,10 @@ class Dataset(RowTable):
             reader = TaskImages(self.location(row), self.directory(row))
             placed, _ = reader.place(prompt, next(filter(None, images), None))
             return len(prompt_ids(check_prompt(placed, self.location(row))))
-        except ChatError as error:
-            raise DataError(f"{self.location(row)}: {error}") from error
+        except (ChatError, ImageError) as error:
+            said = str(error)
+            place = self.location(row)
+            raise DataError(said if place in said else f"{place}: {said}") from error
 
     def _check_cuts(self, cut: NDArray[np.bool_]) -> None:
         """Refuse to cut a prompt with images. cut: of each row, whether its prompt is cut."""

@@ -85,6 +85,11 @@ def tokenize_messages(
     An empty answer, or one with `weight` 0 in its file, is context.
     """
     messages = [message_from_dict(message_dict) for message_dict in message_dicts]
+    if any(content_text(message.content) is None for message in messages):
+        raise ChatError(
+            "The conversation has an image or another part that is no text, and training on given answers takes text "
+            "alone. Leave such rows out, or train on tasks with a reward."
+        )
     conversation = chat.start_conversation()
     turns = list[Turn]()
     eligible_turns = list[int]()
@@ -92,10 +97,9 @@ def tokenize_messages(
         if message.role != "assistant" or index == 0:
             continue
         before = messages[:index]
-        prompt = conversation.render(before, tools)
-        prompt_ids = prompt.ids
+        prompt_ids = conversation.render(before, tools).ids
         answer_ids = chat.encode_answer(before, message, tools, prompt_ids=None if turns else prompt_ids)
-        conversation.remember_answer(before, tools, prompt_ids, answer_ids, message, images=prompt.images)
+        conversation.remember_answer(before, tools, prompt_ids, answer_ids, message)
         if index >= first and _has_content(message) and message_dicts[index].get("weight", 1) != 0:
             eligible_turns.append(len(turns))
         zeros = np.zeros(len(answer_ids), np.int32)

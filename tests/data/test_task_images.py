@@ -16,13 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from etude.chat import find_images, message_from_dict
+from etude.chat import ChatConfig, Tokenizer, find_images, message_from_dict
 from etude.data import Dataset
 from etude.errors import DataError
 from etude.images import ImageRef, image_digest
 from etude.images.addresses import image_address
 from etude.launch import tasks_as_files
 from etude.records import Task
+from tests.vlms import make_vlm
 
 
 def png(colour: str, width: int = 3) -> bytes:
@@ -169,3 +170,13 @@ def test_tasks_of_a_program_are_written_with_their_images(tmp_path: Path) -> Non
     assert pillow.endswith(";3x2") and given == address(BLUE, 5)
     with pytest.raises(DataError, match=r"^Task 1 cannot be written as JSON: it holds a value of type bytes"):
         tasks_as_files([*rows, {"prompt": b"no image"}], tmp_path / "tasks.jsonl")
+
+
+def test_an_image_that_the_model_does_not_take_names_its_row() -> None:
+    directory = make_vlm("qwen3_vl")
+    chat = ChatConfig().build_renderer(Tokenizer.load(directory), directory)
+    file = BytesIO()
+    Image.new("RGB", (1000, 2)).save(file, "PNG")
+    rows = [{"prompt": [{"role": "user", "content": "<image>?"}], "images": [{"bytes": file.getvalue()}]}]
+    with pytest.raises(DataError, match=r"row 0: An image of 1000 × 2 pixels is too long and thin"):
+        Dataset.load(rows).filter_overlong(chat.prompt_ids, 100, "filter")
