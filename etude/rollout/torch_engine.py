@@ -33,6 +33,7 @@ from torch import Tensor
 
 from etude.errors import ConfigError, EngineError
 from etude.images import PromptImages
+from etude.images.pixel_cache import PixelCache
 from etude.models import EngineModel, Model
 from etude.observe import Metrics, Sum, get_logger
 from etude.records import Completion, PromptScores, SamplingParams
@@ -98,6 +99,11 @@ class TorchEngine:
     def version(self) -> int:
         """The policy version of its weights."""
         return self._scheduler.version
+
+    @property
+    def pixels(self) -> PixelCache | None:
+        """The pixels of the images of prompts, which a trainer in this process may share; None without images."""
+        return None if self._images is None else self._images.pixels
 
     @property
     def exact(self) -> bool:

@@ -21,6 +21,8 @@ from etude.envs import Observation, read_image
 from etude.images import image_digest
 from etude.images.encoding import encode_png
 from etude.recipes.run.builders.assemble import build
+from etude.recipes.run.builders.crew import RankBuilder
+from etude.recipes.run.builders.policy import build_chat_renderer
 from etude.records import Message, Task
 from etude.store import TurnRecorded, open_store
 from tests.recipes.runs import Captured, options, refused, rows_of, run_of, same, step_metrics, train, weights
@@ -193,3 +195,12 @@ def recorded_turns(journal: Path) -> int:
         except sqlite3.OperationalError:  # it is being made
             return 0
     return int(count)
+
+
+def test_trainer_and_engine_read_an_image_once(world: Path) -> None:
+    """Both are in one process, and the engine has read what the trainer trains on."""
+    run = run_of(world, **LOOKS)
+    worker, engine = RankBuilder(run, build_chat_renderer(run)).build()
+    assert engine is not None
+    with closing(engine):
+        assert engine.pixels is not None and worker._learner._backend.forward.pixels is engine.pixels

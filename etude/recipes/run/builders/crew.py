@@ -95,7 +95,8 @@ class RankBuilder:
     def build_worker(self, policy: HeldModel, engine: TorchEngine | None, mesh: ShardMeshes | None) -> PolicyWorker:
         """Build the policy worker with its auxiliary models."""
         run = self.run
-        pixels = load_pixels(run, policy)
+        shared = None if engine is None else engine.pixels  # read for sampling already
+        pixels = load_pixels(run, policy) if shared is None else shared
         auxiliary = AuxiliaryLoader(run, policy, mesh, pixels)
         temperature = run.sampling.temperature
         reference = teacher = critic = None
