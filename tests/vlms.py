@@ -300,14 +300,25 @@ def load_vlm(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
     return load(directory, dtype=dtype, head="seeing")
 
 
-def write_served_vlm(family: str, where: Path) -> None:
-    """Write a model of Qwen's families that is wide enough for a server's kernels into a directory of the caller's."""
+def write_served_vlm(family: str, where: Path, *, patch: int = 4) -> None:
+    """Write a model of Qwen's families that is wide enough for a server's kernels into a directory of the caller's.
+
+    patch: the side of its patches. SGLang takes those of 14 pixels alone for Qwen2.5-VL.
+    """
     write_vlm(family, where)
+    square = 2 * patch
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=patch, merge_size=2, min_pixels=4 * square**2, max_pixels=64 * square**2
+    )
+    processor.save_pretrained(where)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     text: dict[str, Any] = {"hidden_size": 128, "rope_parameters": rope}
     if family == "qwen3_vl":
         text |= {"head_dim": 32, "rope_parameters": rope | {"mrope_interleaved": True}}
     config: Any = vlm_config(family, **text)
+    config.vision_config.patch_size = patch
+    if family == "qwen2_5_vl":
+        config.vision_config.window_size = 4 * patch
     config.vision_config.hidden_size = 128 if family == "qwen2_vl" else 64
     if family == "qwen2_vl":
         config.vision_config.embed_dim = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -42,6 +43,12 @@ class PixelCache:
         if known is None:
             self._read(digest, content, owner, future)
         return future.result()
+
+    def as_png(self, content: bytes) -> bytes:
+        """Return the picture that `read` takes the pixels of, upright and in RGB, as a file."""
+        file = io.BytesIO()
+        open_image(content).save(file, "PNG", compress_level=1)
+        return file.getvalue()
 
     def _read(self, digest: str, content: bytes | Callable[[], bytes], owner: str, future: Future[Pixels]) -> None:
         try:

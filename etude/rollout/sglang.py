@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
+from etude.rollout import sglang_images
 from etude.rollout.held_adapters import adapter_name
 from etude.rollout.reported_sets import Likeliest, active_filters
 from etude.rollout.server_backend import (
@@ -28,6 +30,7 @@ from etude.rollout.server_backend import (
 )
 from etude.rollout.server_client import HttpClient
 from etude.rollout.server_load import ServerLoad
+from etude.rollout.sglang_images import check_count, describe_images, image_args
 from etude.rollout.sglang_weights import SglangWeights, adapter_args
 
 if TYPE_CHECKING:
@@ -81,6 +84,7 @@ class SglangBackend(SglangWeights):
             args += ["--max-lora-rank", str(launch.adapters.rank), *adapter_args(launch.adapters.held)]
             args += ["--lora-target-modules", *launch.adapters.modules]
             args += ["--lora-backend", "torch_native"] if launch.device == "cpu" else []
+        args += [] if self.images is None else image_args(self.images, config.server_args)
         if launch.key_file is not None and not node:
             args += ["--config", str(launch.key_file)]
         if launch.device == "cpu":
@@ -166,11 +170,11 @@ class SglangBackend(SglangWeights):
                 "`top_k` and `min_p`. Leave one of them out."
             )
 
-    def image_refusal(self, layout: ImageLayout) -> str:  # noqa: ARG002
-        return "Images are not sent to SGLang. Choose `rollout=embedded` or `rollout=vllm`."
+    def image_refusal(self, layout: ImageLayout) -> str:
+        return sglang_images.image_refusal(layout)
 
-    async def check_images(self, client: HttpClient) -> None:  # noqa: ARG002
-        raise AssertionError("images are refused before")
+    async def check_images(self, client: HttpClient) -> None:
+        await sglang_images.check_server(client)
 
     async def stream(
         self,
@@ -179,7 +183,7 @@ class SglangBackend(SglangWeights):
         sampling: SamplingParams,
         stop_ids: list[int],
         salt: str,
-        images: ServedImages | None = None,  # noqa: ARG002
+        images: ServedImages | None = None,
     ) -> AsyncGenerator[StreamChunk, None]:
         """Sample by /generate. SGLang does not promise that a seed repeats an answer, so none is sent."""
         params: dict[str, Any] = {
@@ -212,8 +216,12 @@ class SglangBackend(SglangWeights):
             body |= {"return_routed_experts": True, "routed_experts_start_len": sampling.routes_start}
         if sampling.version is not None:
             body["lora_path"] = adapter_name(sampling.version)
+        if images is not None:
+            body |= await asyncio.to_thread(describe_images, prompt, images)
         async with aclosing(client.stream_events("/generate", body)) as events:
             async for read, event in events:
+                if images is not None:
+                    check_count(event["meta_info"], len(prompt))
                 chunk = _parse_chunk(event, sampling, read)
                 reported = _parse_routes(event["meta_info"].get("routed_experts"))
                 chunk.routes = self.read_routes(reported, sampling, chunk.finish_reason)

@@ -162,7 +162,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("image_reader", "scheduler", "server_backend", "slot_state"),
         ("features", "partial_completion", "server_client", "state_trial"),
         ("grammar_trial",),
-        ("batch_invariance", "server_engine", "sglang_weights", "vllm_images", "vllm_weights"),
+        ("batch_invariance", "server_engine", "sglang_images", "sglang_weights", "vllm_images", "vllm_weights"),
         ("health_check", "kv_cache", "sglang", "vllm"),
         ("config", "failover_router", "replica", "static_step", "step_batch", "step_kernels"),
         ("server_pool", "step_graphs"),

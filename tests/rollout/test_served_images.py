@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from etude.errors import ConfigError
-from etude.images import PatchGrid, Tiles, read_image_layout
+from etude.errors import ConfigError, DataError, EngineError
+from etude.images import ImageSpan, PatchGrid, Tiles, read_image_layout
 from etude.images.pixel_cache import PixelCache
 from etude.images.pixels import PixelReader
 from etude.rollout import SglangConfig, VllmConfig
 from etude.rollout.served_images import MAX_SENT, ImageOptions, ImageSupport, SentImages, ServedImages
 from etude.rollout.server_backend import LaunchSpec
+from etude.rollout.sglang_images import check_count, collapse
 from etude.rollout.vllm_images import describe_images, image_refusal
 from tests.rollout.shown import png, shown_to
 from tests.vlms import make_vlm
@@ -84,4 +86,21 @@ def test_servers_are_started_for_images_and_other_families_are_refused_in_senten
     assert "one run, and this processor cuts images into tiles" in image_refusal(tiles)
     assert "is of another family" in image_refusal(fixed)
     assert image_refusal(PatchGrid(28, 1, 9)) == ""
-    assert SglangConfig().create_backend().image_refusal(PatchGrid(28, 1, 9))
+    sglang = SglangConfig().create_backend()
+    assert sglang.image_refusal(PatchGrid(28, 1, 9)) == ""
+    assert "is of another family" in sglang.image_refusal(tiles) and "is of another family" in sglang.image_refusal(
+        fixed
+    )
+    sglang.images = support_of("float32")
+    command = sglang.command(replace(launch, config=SglangConfig()))
+    assert command[command.index("--image-processor-backend") + 1] == "pil"
+
+
+def test_sglang_gets_one_token_for_each_image_and_its_count_is_compared() -> None:
+    spans = [ImageSpan("00" * 32, 1, 4), ImageSpan("11" * 32, 4, 6)]
+    assert collapse([5, 9, 9, 9, 9, 9, 6], spans) == [5, 9, 9, 6]
+    with pytest.raises(DataError, match="the policy has sampled it"):
+        collapse([5, 9, 9, 9, 9, 9, 6, 9], spans)
+    check_count({"prompt_tokens": 9}, 9)
+    with pytest.raises(EngineError, match="prompt of 7 tokens, and 9 were meant"):
+        check_count({"prompt_tokens": 7}, 9)

@@ -2,7 +2,8 @@
 
 Two packages are replaced as they are imported: torchvision, whose compiled part does not load beside a torch without
 CUDA, gets the schemas of the operators that its Python names; `sgl_kernel`, which needs CUDA, becomes a module whose
-functions exist and raise. Pinned memory, of which there is none without a GPU, is plain memory.
+functions exist and raise. Pinned memory, of which there is none without a GPU, is plain memory. The processors of
+Qwen's vision models load a model that names more operators; they get schemas too.
 """
 
 import sys
@@ -11,6 +12,13 @@ from functools import wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+NAMED_KERNELS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
 
 
 def without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +65,9 @@ class StandIn:
         self.library = torch.library.Library("torchvision", "DEF")
         self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        self.kernels = torch.library.Library("sgl_kernel", "FRAGMENT")
+        for name in NAMED_KERNELS:
+            self.kernels.define(f"{name}(Tensor(a!) x) -> ()")
         torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
         pinning = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
         torch.cuda.cudart = lambda: pinning  # type: ignore[assignment]
