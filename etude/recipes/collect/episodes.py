@@ -153,9 +153,9 @@ class EpisodePlayer:
                 if index == 0:
                     raise EpisodeEndedError(
                         Outcome.FAILED,
-                        f"The first prompt of {describe_task(task)} has {len(prompt.ids)} tokens, and a rollout "
-                        f"may have {self._max_total_tokens} in all: nothing could follow. Show less, or raise "
-                        "`env.max_tokens`.",
+                        f"The first prompt of {describe_task(task)} has {len(prompt.ids)} tokens"
+                        f"{_describe_images(prompt)}, and a rollout may have {self._max_total_tokens} in all: nothing "
+                        "could follow. Show less, or raise `env.max_tokens`.",
                     )
                 break
             observed = transcript.count_observed_tokens(prompt)
@@ -298,6 +298,12 @@ class _EnvironmentSession:
     def _environment_error(self, what: str) -> EpisodeEndedError:
         text = f"The environment {self._config.title} failed on {describe_task(self._task)}: {what.rstrip('.')}."
         return EpisodeEndedError(Outcome.FAILED, text)
+
+
+def _describe_images(prompt: RenderedPrompt) -> str:
+    """Return the part of a sentence that counts the tokens of images; nothing without images."""
+    tokens = sum(span.stop - span.start for span in prompt.images)
+    return f", {tokens} of them of images" if tokens else ""
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:

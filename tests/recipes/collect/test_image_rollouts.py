@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
@@ -209,3 +210,8 @@ def test_images_beyond_the_memory_are_read_again(chat: ChatRenderer, monkeypatch
     prompt = chat.render([Message("user", tuple(ContentPart("image", image=ref) for ref in refs))])
     found = asyncio.run(images.find(prompt))
     assert found is not None and found.contents == {image_digest(RED): RED, image_digest(BLUE): BLUE}
+
+
+def test_a_prompt_without_room_says_how_much_of_it_is_images(chat: ChatRenderer) -> None:
+    played = play(chat, Eyes(chat.tokenizer, []), shown_task(), path=f"{THIS}:Gallery", max_tokens=20)
+    assert re.search(r"has \d+ tokens, 20 of them of images, and a rollout may have 20 in all", played.verdict.error)
