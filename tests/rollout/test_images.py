@@ -76,7 +76,7 @@ def test_answers_and_later_turns_have_the_log_probs_of_the_model(family: str) ->
             second = asyncio.run(answer(engine, later, tries=1))
             follow(shown, later, second)
             assert engine._steps.features.encoded == 5
-            assert engine.stats().reduce()["engine/cache_hit_rate"] > 0.2
+            assert engine.stats().reduce()["engine/cache_hit_rate"] > 0.05
         drawn.append([given.ids for given in (*first, *second)])
     assert all(np.array_equal(*pair) for pair in zip(*drawn, strict=True))
     assert any(not np.array_equal(drawn[0][n], drawn[0][2 + n]) for n in range(2)), "equal ids and another image"
