@@ -2,7 +2,7 @@
 
 The question is the number of squares, or circles, in a picture. The agent sends the task's messages as they are: each
 picture in them is a data URL, which clients of every vision-language model take. The tiny model has seen right counts
-and guesses, and learns to count in two minutes. `solve` contains no code for training.
+and guesses, and learns to count better. `solve` contains no code for training.
 """
 
 from __future__ import annotations

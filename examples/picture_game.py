@@ -2,7 +2,7 @@
 
 The model sees a picture and names one of its four quarters. It then sees that quarter twice as large, and says how many
 squares, or circles, are in it. A tiny vision-language model that can count a little learns to look where there is
-something to count, in five minutes on one core. `Zoom` is the environment: it shows a picture of Pillow.
+something to count. `Zoom` is the environment: it shows a picture of Pillow.
 
     PYTHONPATH=examples etude train grpo … env.path=picture_game:Zoom reward=environment
 """

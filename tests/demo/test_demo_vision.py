@@ -67,6 +67,7 @@ def demonstrated(words: list[str], directory: Path, capsys: pytest.CaptureFixtur
     return report, printed
 
 
+@pytest.mark.slow
 def test_its_turns_show_pictures_and_it_prints_some(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
