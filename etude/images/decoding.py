@@ -45,6 +45,8 @@ _ROTATIONS = {
 }
 """The turn that makes an image upright, by the orientation that its file gives."""
 _SWAPS_SIDES = 5  # from this orientation on
+_PNG_NOTES = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
+"""The words of which a PNG has one if it gives an orientation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def measure_image(content: bytes, owner: str = "The image") -> ImageRef:
     The pixels are not read, so damaged ones are not found. It takes a small part of the time.
     """
     image = _open(content, MAX_PIXELS, owner)
-    if media_type(content) == "image/png" and b"eXIf" not in content and b"Raw profile type" not in content:
+    if media_type(content) == "image/png" and not any(note in content for note in _PNG_NOTES):
         return ImageRef(image_digest(content), *image.size)  # looking for an orientation would read the pixels
     return _describe(content, image)
 

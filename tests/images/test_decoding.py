@@ -9,11 +9,12 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from etude.errors import ImageError
 from etude.images import ImageRef, image_digest
 from etude.images.addresses import media_type
-from etude.images.decoding import ImageLimits, inspect_image, open_image
+from etude.images.decoding import ImageLimits, inspect_image, measure_image, open_image
 from tests.images.processors import picture
 
 LIMITS = ImageLimits(max_bytes=2**20)
@@ -66,6 +67,15 @@ def test_an_image_stands_as_its_file_says(orientation: int) -> None:
         opened = open_image(content)
         assert opened.size == (48, 32)
         assert np.abs(np.asarray(opened, int) - np.asarray(upright)).mean() < 4, f"{kind} {orientation}"
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_header_gives_the_size_of_an_image_that_its_xmp_turns(compressed: bool) -> None:
+    notes = PngInfo()
+    notes.add_itxt("XML:com.adobe.xmp", '<rdf:Description tiff:Orientation="6"/>', zip=compressed)
+    content = encode(picture(0, 48, 32), "PNG", pnginfo=notes)
+    assert measure_image(content) == inspect_image(content, LIMITS) == ImageRef(image_digest(content), 32, 48)
+    assert open_image(content).size == (32, 48)
 
 
 def test_an_orientation_that_does_not_exist_is_none() -> None:
