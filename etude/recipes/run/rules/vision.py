@@ -11,6 +11,7 @@ from etude.images import read_image_layout
 from etude.models import VisionConfig
 from etude.models.vision_types import has_tower, reads_text_too
 from etude.recipes.run.config import Run
+from etude.rollout import ServerConfig
 
 
 @told_together
@@ -40,6 +41,11 @@ def check_vision(run: Run) -> Iterator[ConfigError]:
         yield ConfigError(
             "This run's algorithm trains a critic, and a critic of a vision-language model is not supported. Choose "
             "one without, such as `grpo`."
+        )
+    if run.vision.train and isinstance(run.rollout, ServerConfig) and run.rollout.adapters == "only":
+        yield ConfigError(
+            "`rollout.adapters=only` sends servers adapters, of which they leave out those of the vision tower, and "
+            "`vision.train=true` trains some. Leave one of them out."
         )
     for name in ("tensor", "context", "expert"):
         size = getattr(run.mesh, name)

@@ -31,6 +31,11 @@ def test_a_model_of_text_has_no_options_of_images(world: Path, options: dict[str
         ("qwen3_5", {"vision.max_pixels": 4096}, "takes text alone. Set `vision.tower=true`, or leave it out."),
         ("qwen3_vl", {"vision.tower": True}, "always has its tower. Leave it out."),
         ("smolvlm", {"ranks": 2, "mesh.context": 2}, "`mesh.context=2` does not split a model with a vision tower"),
+        (
+            "qwen3_vl",
+            {"rollout": "vllm", "rollout.adapters": "only", "lora.rank": 4, "vision.train": True},
+            "of which they leave out those of the vision tower, and `vision.train=true` trains some. Leave one",
+        ),
         ("gemma3", {"vision.max_pixels": 4096}, "takes every image in one size, so `vision.max_pixels` 4096"),
     ],
 )
