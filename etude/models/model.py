@@ -169,8 +169,10 @@ class Model:
     @property
     def tower_weights(self) -> dict[str, nn.Parameter]:
         """The weights that compute the features of images, by their published names; none in a model of text."""
+        if not self.has_vision:
+            return {}
         text = {id(weight) for weight in (*text_part(self.module).parameters(), *self._head.parameters())}
-        return {name: weight for name, weight in self.named_weights() if self.has_vision and id(weight) not in text}
+        return {name: weight for name, weight in self.named_weights() if id(weight) not in text}
 
     @property
     def trains_tower(self) -> bool:

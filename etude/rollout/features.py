@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from etude.errors import EngineError
 from etude.images.pixel_cache import PixelCache
 from etude.models import Model
-from etude.models.transformers_backbone import text_part
 from etude.models.vision import Features, PassImages, place_features
 from etude.rollout.request import RequestImages
 from etude.rollout.scheduler import ScheduledWork
@@ -91,9 +90,3 @@ class FeatureCache:
 
     def _count(self) -> int:
         return sum(len(features.main) for features in self._features.values())
-
-
-def trains_tower(model: Model) -> bool:
-    """Return True if weights outside of the text part and the head are trained."""
-    known = {id(weight) for weight in (*text_part(model.module).parameters(), model.head_weight)}
-    return any(weight.requires_grad and id(weight) not in known for weight in model.module.parameters())

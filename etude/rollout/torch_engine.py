@@ -40,7 +40,6 @@ from etude.records import Completion, PromptScores, SamplingParams
 from etude.rollout.config import TorchEngineConfig
 from etude.rollout.engine_steps import EngineSteps
 from etude.rollout.engine_thread import EngineCommands, WeightCopy, release_omp_workers, to_engine_error
-from etude.rollout.features import trains_tower
 from etude.rollout.image_reader import ImageReader, read_images
 from etude.rollout.prompt_scores import score_prompt
 from etude.rollout.request import Delta, Request, RequestImages, check_request, check_scored_prompt
@@ -429,9 +428,7 @@ class TorchEngine:
         self._scheduler.set_version(version, self.config.running, self.config.kv)
         if self._steps.cache is not None:
             self._resident.refresh(frozen=copy.is_whole)
-        self._steps.renew(
-            self._resident, is_tower_new=self.model.has_vision and (copy.is_whole or trains_tower(self.model))
-        )
+        self._steps.renew(self._resident, is_tower_new=copy.is_whole or self.model.trains_tower)
 
     def _stats(self) -> Metrics:
         metrics = self._steps.pop_metrics()
