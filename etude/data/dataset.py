@@ -26,6 +26,9 @@ from etude.records import Task
 
 GROUND_TRUTH_PATHS = ("reward_model.ground_truth", "ground_truth", "answer", "solution")
 
+ROWS_WITH_IMAGES = 16
+"""The rows that are in memory at a time where they may have images."""
+
 OverlongHandling = Literal["filter", "truncate", "error"]
 PromptIds = Callable[[str | Sequence[Mapping[str, Any]]], NDArray[np.int32]]
 
@@ -96,9 +99,9 @@ class Dataset(RowTable):
         `filter` leaves rows with longer prompts out, and row numbers then skip them. `truncate` keeps them:
         `DataConfig.truncate` cuts their first tokens later. `error` raises an error that names the first.
         """
-        prompts, *images = (self.column(name) for name in (self._columns.prompt, *IMAGE_COLUMNS))
-        values = zip(prompts, zip(*images, strict=True), strict=True)
-        lengths = np.array([self._length(row, *each, prompt_ids) for row, each in enumerate(values)], dtype=np.int64)
+        values = self.columns((self._columns.prompt, *IMAGE_COLUMNS), ROWS_WITH_IMAGES)
+        found = [self._length(row, prompt, images, prompt_ids) for row, (prompt, *images) in enumerate(values)]
+        lengths = np.array(found, dtype=np.int64)
         self._check_cuts(lengths > max_prompt_length if overlong == "truncate" else np.zeros(len(lengths), np.bool_))
         fits = lengths <= max_prompt_length
         if overlong == "error" and not fits.all():

@@ -54,6 +54,10 @@ class RowSource(Protocol):
         """Return a column of some rows by its dotted path; None for a row without it."""
         ...
 
+    def tuples(self, paths: Sequence[str], start: int, stop: int) -> Iterable[tuple[Any, ...]]:
+        """Return several columns of some rows, row by row."""
+        return zip(*(self.values(path, start, stop) for path in paths), strict=True)
+
 
 class ArrowRows(RowSource):
     """The rows of an Arrow table."""
@@ -117,8 +121,11 @@ class JsonRows(RowSource):
         return row
 
     def values(self, path: str, start: int, stop: int) -> list[Any]:
-        texts = self._texts.slice(start, stop - start).to_pylist()
-        return [lookup(json.loads(text), path) for text in texts]
+        return [value for (value,) in self.tuples([path], start, stop)]
+
+    def tuples(self, paths: Sequence[str], start: int, stop: int) -> Iterable[tuple[Any, ...]]:
+        rows = map(json.loads, self._texts.slice(start, stop - start).to_pylist())
+        return [tuple(lookup(row, path) for path in paths) for row in rows]
 
 
 class NamedRows(RowSource):
@@ -140,6 +147,11 @@ class NamedRows(RowSource):
         if path == DATA_SOURCE_COLUMN:
             return [self._source] * (stop - start)
         return self._rows.values(path, start, stop)
+
+    def tuples(self, paths: Sequence[str], start: int, stop: int) -> Iterable[tuple[Any, ...]]:
+        if DATA_SOURCE_COLUMN in paths:
+            return super().tuples(paths, start, stop)
+        return self._rows.tuples(paths, start, stop)
 
 
 def split_source(data: str) -> tuple[str, str]:

@@ -54,14 +54,18 @@ class RowTable:
 
     def column(self, path: str) -> Iterator[Any]:
         """Yield a column of all rows, read in chunks; None for a row without it."""
+        return (value for (value,) in self.columns([path]))
+
+    def columns(self, paths: Sequence[str], chunk: int = CHUNK) -> Iterator[tuple[Any, ...]]:
+        """Yield several columns of all rows, row by row. chunk: the rows that are in memory at a time."""
         selected = np.full(self._ends[-1], self._indices is None)
         if self._indices is not None:
             selected[self._indices] = True
         for source, end in zip(self._sources, self._ends, strict=True):
-            for start in range(0, len(source), CHUNK):
-                stop = min(start + CHUNK, len(source))
+            for start in range(0, len(source), chunk):
+                stop = min(start + chunk, len(source))
                 mask = selected[end - len(source) :][start:stop]
-                yield from compress(source.values(path, start, stop), mask)
+                yield from compress(source.tuples(paths, start, stop), mask)
 
     def select(self, mask: NDArray[np.bool_]) -> Self:
         """Return a table of the rows that the mask [rows] selects. Row numbers then count these rows alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from base64 import b64encode
 from collections.abc import Mapping
 from io import BytesIO
@@ -180,3 +181,17 @@ def test_an_image_that_the_model_does_not_take_names_its_row() -> None:
     rows = [{"prompt": [{"role": "user", "content": "<image>?"}], "images": [{"bytes": file.getvalue()}]}]
     with pytest.raises(DataError, match=r"row 0: An image of 1000 × 2 pixels is too long and thin"):
         Dataset.load(rows).filter_overlong(chat.prompt_ids, 100, "filter")
+
+
+def test_prompts_are_measured_with_few_images_in_memory(tmp_path: Path) -> None:
+    rows, size = 64, 200_000
+    images = [[{"bytes": RED + bytes(size), "path": None}]] * rows
+    pq.write_table(pa.table({"prompt": ["<image>"] * rows, "images": images}), tmp_path / "tasks.parquet")
+    data = Dataset.load([tmp_path / "tasks.parquet"])
+    tracemalloc.start()
+    try:
+        data.filter_overlong(lambda _: np.zeros(1, np.int32), 1, "filter")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < rows * size
