@@ -26,6 +26,8 @@ Opener: TypeAlias = Callable[[io.BytesIO], ImageFile.ImageFile]
 
 MAX_PIXELS = 50_000_000
 """The most pixels of an image."""
+MAX_SCANS = 100
+"""The most scans of a JPEG: each of them takes time for all pixels, and as few as 75 bytes. Encoders write some ten."""
 KNOWN_FORMATS = "PNG, JPEG, WebP or GIF"
 
 _OPENERS: dict[str, Opener] = {
@@ -110,6 +112,9 @@ def _open(content: bytes, max_pixels: int, owner: str) -> ImageFile.ImageFile:
     if opener is None:
         raise ImageError(f"{owner} is not an image that Etude takes. Send a whole {KNOWN_FORMATS}.")
     _check_pixels(_webp_size(content), max_pixels, owner)
+    scans = content.count(b"\xff\xda") if opener is JpegImagePlugin.JpegImageFile else 0
+    if scans > MAX_SCANS:
+        raise ImageError(f"{owner} has {scans} scans; this run takes {MAX_SCANS}. Save it with fewer.")
     with _explained(owner):
         # The formats' own classes: `Image.open` has a limit of its own, for the whole process.
         image = opener(io.BytesIO(content))

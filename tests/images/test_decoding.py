@@ -78,6 +78,14 @@ def test_a_header_gives_the_size_of_an_image_that_its_xmp_turns(compressed: bool
     assert open_image(content).size == (32, 48)
 
 
+def test_a_jpeg_of_many_scans_is_refused_before_it_takes_time() -> None:
+    content = encode(picture(0, 48, 32), "JPEG", progressive=True)
+    head, last = content[: content.rindex(b"\xff\xda")], content[content.rindex(b"\xff\xda") : -2]
+    assert inspect_image(head + last * 90 + content[-2:], LIMITS).width == 48
+    with pytest.raises(ImageError, match=r"^The image has 10\d\d scans; this run takes 100\. Save it with fewer\.$"):
+        inspect_image(head + last * 1000 + content[-2:], LIMITS)
+
+
 def test_an_orientation_that_does_not_exist_is_none() -> None:
     exif = Image.Exif()
     exif[0x0112] = 9
