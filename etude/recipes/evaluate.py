@@ -35,6 +35,8 @@ from etude.rollout import ServerConfig
 
 BESIDE = "lets the trainer go on while the policy is scored"
 KEEP_ADAPTERS = "`rollout=vllm`, `rollout.adapters=only` and a `lora.rank`"
+TASKS_READ_AT_ONCE = 32
+"""Tasks whose images are in memory until they are stored."""
 
 
 class EvaluationConfig(Config):
@@ -191,7 +193,10 @@ class Evaluator:
         return self._judge.pop_metrics()
 
     async def _answer_tasks(self, on_answer: Callable[[], None]) -> list[EvaluatedAnswer]:
-        tasks = [self._dataset.task(row, row) for row in range(self.tasks)]
+        tasks: list[Task] = []
+        for start in range(0, self.tasks, TASKS_READ_AT_ONCE):
+            rows = range(start, min(start + TASKS_READ_AT_ONCE, self.tasks))
+            tasks += await asyncio.gather(*(self._player.store_images(self._dataset.task(row, row)) for row in rows))
         attempts = [
             asyncio.ensure_future(self._answer_once(task, n)) for task in tasks for n in range(self._config.samples)
         ]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import json
 import math
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from etude.chat import RenderedPrompt
 from etude.data import Dataset
@@ -140,6 +145,39 @@ def test_sampling_time_excludes_waiting_for_the_judge(seconds: float, timeout: f
         ).answer_all(step=0)
     assert engine.most == 3 and engine.under_way == 0
     assert {a.reward for a in result} == {expected} and {a.failed for a in result} == {not expected}
+
+
+def test_few_images_of_tasks_are_in_memory_while_they_are_scored(tmp_path: Path) -> None:
+    tasks, stream = 96, io.BytesIO()
+    Image.new("RGB", (4, 4)).save(stream, "PNG")
+    images = [[{"bytes": stream.getvalue() + bytes(200_000), "path": None}]] * tasks
+    pq.write_table(pa.table({"prompt": ["<image>"] * tasks, "images": images}), tmp_path / "tasks.parquet")
+    del images
+    with Judge(lambda task, answer: 1.0) as judge, LoopThread() as loop:
+        player = EnginePlayer(
+            render=lambda _: RenderedPrompt(np.ones(3, np.int32)),
+            engine=Slow(0.0),
+            judge=judge,
+            timeout=30.0,
+            max_concurrency=tasks,
+            episodes=None,
+        )
+        evaluator = Evaluator(
+            EvaluationConfig(),
+            sampling=SamplingParams(),
+            seed=0,
+            dataset=Dataset.load([tmp_path / "tasks.parquet"]),
+            player=player,
+            judge=judge,
+            loop=loop,
+        )
+        tracemalloc.start()
+        try:
+            assert len(evaluator.answer_all(step=0)) == tasks
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak < tasks * 200_000
 
 
 def test_answers_for_scoring_are_as_long_as_in_training_unless_set_otherwise() -> None:

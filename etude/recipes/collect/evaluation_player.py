@@ -91,6 +91,10 @@ class EvaluationPlayer:
                 ]
             )
 
+    async def store_images(self, task: Task) -> Task:
+        """Store the images of a task for `play`, and return it without their bytes."""
+        return await self._requested.store_images(task)
+
     def prompt_of(self, task: Task) -> object:
         """Return the prompt, or all fields of a task without one."""
         return task_prompt(task.fields)

@@ -54,6 +54,10 @@ def end_reason(turns: Sequence[Turn], truncated: bool, max_turns: int | None) ->
 class AttemptPlayer(Protocol):
     """Makes attempts at tasks."""
 
+    async def store_images(self, task: Task) -> Task:
+        """Store the images of a task, and return it without their bytes, for `play`."""
+        ...
+
     async def play(self, task: Task, sampling: SamplingParams, seeds: TurnSeeds) -> PlayedRollout:
         """Make one attempt. Errors of the attempt are outcomes."""
         ...
@@ -175,6 +179,13 @@ class EnginePlayer:
         self._slots = asyncio.Semaphore(max_concurrency)
         self._newest_version = newest_version
 
+    async def store_images(self, task: Task) -> Task:
+        """Store the images of a task for `play`, and return it without their bytes."""
+        if not task.images:
+            return task
+        await self._images.put(list(task.images.values()))
+        return replace(task, images={})
+
     def prompt_of(self, task: Task) -> object:
         """Return the prompt."""
         return task.fields["prompt"]
@@ -224,8 +235,6 @@ class EnginePlayer:
                 message = f"No answer within `collect.timeout` = {self._timeout:g} seconds."
                 raise EpisodeEndedError(Outcome.TIMED_OUT, message) from error
 
-        if task.images:  # it was not issued: the answer is not recorded
-            await self._images.put(list(task.images.values()))
         if self._episodes is not None and self._episodes.config.plays(task.source):
             episode = await self._episodes.play(task, ask, self._images)
             return replace(await self._judge_episode(task, episode, self._episodes), times=tuple(times))

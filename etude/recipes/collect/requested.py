@@ -91,12 +91,25 @@ class RequestedRollouts:
         for id in ids:
             self._pending.setdefault(id, loop.create_future())
         known = self._journal.load_states(RolloutState, ids)
-        await asyncio.gather(*(self._store_images(request.task) for request in wanted if request.task.images))
+        await asyncio.gather(*(self.store_images(request.task) for request in wanted if request.task.images))
         await self._queue.enqueue([self._complete(request, known) for request in wanted])
         for state in known.values():  # one that ended before the request is not reported again
             if state.status not in (Status.QUEUED, Status.RUNNING):
                 self.report(state, self.recall(state))
         self._start_runners()
+
+    async def store_images(self, task: Task) -> Task:
+        """Store the images of a task, before the journal has the task, and return it without their bytes.
+
+        One that cannot be read is an error.
+        """
+        if not task.images:
+            return task
+        try:
+            await self._queue.put_images(list(task.images.values()))
+        except ImageError as error:
+            raise DataError(f"Row {task.get('row')} of the data ({describe_task(task)}): {error}") from error
+        return replace(task, images={})
 
     async def result(self, request: RolloutRequest) -> PlayedRollout:
         """Return the final result of a started rollout, once it is in the journal.
@@ -153,13 +166,6 @@ class RequestedRollouts:
             self._lost.setdefault(state.id, []).append(played)
 
     # -- helpers ------------------------------------------------------------------------------------------------------
-
-    async def _store_images(self, task: Task) -> None:
-        """Store the images that a task names, before the journal has the task. One that cannot be read is an error."""
-        try:
-            await self._queue.put_images(list(task.images.values()))
-        except ImageError as error:
-            raise DataError(f"Row {task.get('row')} of the data ({describe_task(task)}): {error}") from error
 
     def _complete(self, request: RolloutRequest, known: Mapping[int, RolloutState]) -> RolloutRequest:
         """Return a request with its limits; a rollout that was requested before keeps those that it had."""

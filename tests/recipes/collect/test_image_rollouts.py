@@ -95,7 +95,8 @@ def play(
                 episodes=EpisodePlayer(config, chat, 400) if config.is_enabled else None,
                 images=images,
             )
-            return await player.play(task, SamplingParams(max_tokens=80), lambda turn: turn)
+            stored = await player.store_images(task)
+            return await player.play(stored, SamplingParams(max_tokens=80), lambda turn: turn)
 
     return asyncio.run(run())
 
