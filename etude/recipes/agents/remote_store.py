@@ -248,7 +248,9 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
     async def _copy_images(self, events: Sequence[Event]) -> None:
         """Copy the images that turns show and the journal lacks."""
         shown = {span.digest for event in events if isinstance(event, TurnRecorded) for span in event.turn.images}
-        known = self._journal.image_refs(list(shown))
+        if not shown:
+            return
+        known = await asyncio.to_thread(self._journal.image_refs, list(shown))
         await self.get_images([digest for digest in shown if digest not in known])
 
     async def _copy_ended(self, states: Sequence[RolloutState]) -> None:

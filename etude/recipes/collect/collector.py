@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from etude.data import Dataset, RowOrder
@@ -269,6 +270,7 @@ class Collector:
                     ]
                     if wanted:
                         await self._requested.start(wanted)
+                    wanted = [self._without_bytes(each) for each in wanted]
                 for rollout in wanted:
                     playing = asyncio.create_task(self._requested.result(rollout))
                     playing.add_done_callback(self._posts.put_nowait)
@@ -286,6 +288,10 @@ class Collector:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             await self._requested.close()
+
+    def _without_bytes(self, request: RolloutRequest) -> RolloutRequest:
+        """Return a request without the bytes of its task's images, which are stored by now."""
+        return replace(request, task=self._tasks.task(request.task.ordinal)) if request.task.images else request
 
     def _raise_failure(self) -> None:
         """Raise the error that ended the collecting task, if it has failed."""
