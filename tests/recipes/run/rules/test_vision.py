@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from etude.errors import ConfigError
+from etude.models import load, tiny_config
+from etude.recipes.run.builders.auxiliary_models import AuxiliaryLoader, load_pixels
 from etude.recipes.run.rules.checks import check_run
 from tests.recipes.runs import run_of
 from tests.vlms import make_vlm
@@ -49,3 +55,19 @@ def test_what_a_tower_does_not_go_with_is_refused(
 def test_a_model_that_is_used_for_text_too_keeps_its_options(world: Path) -> None:
     for options in ({"advantage": "gae"}, {"ranks": 2, "mesh.tensor": 2}):
         check_run(run_of(world, **{"model.path": make_vlm("gemma3"), **options}))
+
+
+@pytest.mark.parametrize(("family", "refused"), [("qwen3_vl", True), ("gemma3", False)])
+def test_a_teacher_of_text_is_for_a_policy_that_is_used_for_text_too(
+    world: Path, tmp_path: Path, family: str, refused: bool
+) -> None:
+    where = make_vlm(family)
+    policy = load(where, dtype=torch.float32)
+    AutoModelForCausalLM.from_config(tiny_config(policy.vocab_size)).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(where / name, tmp_path)
+    run = run_of(world, **{"model.path": where, "teacher.path": tmp_path})
+    loader = AuxiliaryLoader(run, policy, pixels=load_pixels(run, policy))
+    sentence = r"^The teacher in .* takes no images, and the policy does\. Give one of the same family\.$"
+    with pytest.raises(ConfigError, match=sentence) if refused else nullcontext():
+        loader.load_teacher(run.teacher)
