@@ -52,19 +52,6 @@ class PackImages:
     feature: Tensor  # [P] int32: the index of its feature among that image's; -1 is none
     contents: tuple[ImageContent, ...]
 
-    def padded(self, tokens: int) -> PackImages:
-        """Return the images of the same tokens and so many more, which take no feature."""
-        none = self.image.new_full((tokens,), -1)
-        return PackImages(torch.cat([self.image, none]), torch.cat([self.feature, none]), self.contents)
-
-    def of_tokens(self, tokens: slice) -> PackImages | None:
-        """Return the images of these tokens alone; None if they have none."""
-        return PackImages(*_kept(self.image[tokens], self.feature[tokens], self.contents)).or_none()
-
-    def or_none(self) -> PackImages | None:
-        """Return None if there is no image."""
-        return self if self.contents else None
-
 
 def image_columns(samples: Sequence[Sample], contents: Mapping[str, bytes | StoredBytes]) -> dict[str, Any]:
     """Return the fields of a batch of these rows that hold its images; none without images."""

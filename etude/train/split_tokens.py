@@ -101,5 +101,4 @@ def _padded(pack: Pack, multiple: int) -> Pack:
         positions=torch.cat([pack.positions, unused.to(pack.positions)]),
         offsets=torch.cat([pack.offsets, pack.offsets[-1:] + short]),
         parent=torch.cat([pack.parent, torch.full_like(pack.parent[:1], -1)]),
-        images=None if pack.images is None else pack.images.padded(short),
     )

@@ -100,17 +100,6 @@ def test_the_same_prompt_with_the_same_image_is_packed_once() -> None:
     assert [len(micro_batches(each, 6)) for each in (other, alike)] == [2, 1]
 
 
-def test_padding_takes_no_feature_and_parts_keep_their_images() -> None:
-    pack = pack_prefix_tree(with_images(batch_of([[[([7, 7, 1], [2])]]]), 0))
-    assert pack.images is not None
-    padded = pack.images.padded(2)
-    assert padded.image.tolist()[-2:] == padded.feature.tolist()[-2:] == [-1, -1]
-    first = padded.of_tokens(slice(1, 4))
-    assert first is not None and first.feature.tolist() == [1, -1, -1]
-    assert first.image.tolist() == [0, -1, -1] and len(first.contents) == 1
-    assert padded.of_tokens(slice(2, 6)) is None
-
-
 def trie_size(batch: Batch) -> int:
     """Count packed tokens: the different prefixes of the contexts of a group, and the tokens that are not shared."""
     group = batch.group[batch.unit].tolist()

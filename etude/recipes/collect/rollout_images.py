@@ -90,7 +90,7 @@ class RolloutImages:
             return message
         parts: list[ContentPart] = []
         for part in message.content:
-            number = sum(each.kind == "image" for each in parts)
+            number = 1 + sum(each.kind == "image" for each in parts)
             is_new = part.kind == "image" and part.image is None and part.url.startswith(DATA_URL)
             parts.append(await self._store_part(part, f"Image {number} of message {place}") if is_new else part)
         return replace(message, content=tuple(parts))

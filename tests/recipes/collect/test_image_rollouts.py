@@ -184,7 +184,7 @@ def test_an_environment_shows_images_of_pillow_and_bytes(chat: ChatRenderer, las
     [
         (
             "damaged",
-            "The observation shown on task 0 is invalid: Image 0 of message 0 cannot be taken. The image cannot",
+            "The observation shown on task 0 is invalid: Image 1 of message 0 cannot be taken. The image cannot",
         ),
         ("many", "The prompt has 4 images, and `vision.max_images` is 3. Send fewer, or raise it."),
     ],
