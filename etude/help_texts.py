@@ -163,8 +163,8 @@ examples:
   etude data prepare gsm8k raw=raw/gsm8k
   etude data prepare math raw=raw/math held_out=0.05 levels=[3,4,5]
   etude data prepare countdown train=50000 test=500 numbers=[3,4] seed=1
-  etude data prepare arithmetic operations=[add,multiply] digits=3 form=text
   etude data prepare preferences raw=[raw/hh/helpful-base] directory=data/hh
+  etude data prepare pictures raw=raw/clevr directory=data/clevr
   etude data prepare gsm8k --options   print every option of a data set"""
 
 DATA_SHOW = """\

@@ -37,6 +37,7 @@ async def solve(task: Task, llm: LLM) -> float:
 
 def main(directory: Path, steps: int) -> None:
     """Make the model and the tasks, train, and print the score."""
+    print("Making a tiny model, and warming it up for some minutes.", flush=True)
     warm_up(directory / "model", seed=0, advance=lambda: None)
     options = {"model.path": directory / "model", "steps": steps, **OPTIONS}
     trainer = etude.Trainer(etude.RL("grpo", options, directory / "run"))

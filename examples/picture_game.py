@@ -65,6 +65,7 @@ def write_tasks(path: Path, count: int) -> None:
 
 def main(directory: Path, steps: int) -> None:
     """Make the model and the tasks, train, and print the reward."""
+    print("Making a tiny model, and warming it up for some minutes.", flush=True)
     warm_up(directory / "model", seed=0, advance=lambda: None)
     write_tasks(directory / "tasks.jsonl", 1000)
     run = compose(

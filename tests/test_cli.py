@@ -196,7 +196,7 @@ def test_demo_without_a_name_is_the_language_model(capsys: Captured) -> None:
     assert "Did you mean learning_rate" in refused(capsys, "demo", "algorithms", "learning_rat=0.1")
     with pytest.raises(SystemExit):
         main(["demo", "nosuch"])
-    assert "There are language, agent, algorithms." in capsys.readouterr().err
+    assert "There are language, agent, vision, algorithms." in capsys.readouterr().err
 
 
 def test_the_yaml_that_is_shown_can_be_read_again(tmp_path: Path, capsys: Captured) -> None:

@@ -113,7 +113,7 @@ class Dataset(RowTable):
         if overlong == "filter" and not fits.any():
             raise DataError(
                 f"Every one of the {len(self)} prompts is longer than the {max_prompt_length} tokens that are allowed, "
-                f"so no prompt is left: the shortest has {lengths.min()}. Allow more."
+                f"so no prompt is left: the shortest has {lengths.min()}. Raise `data.max_prompt_length`."
             )
         num_overlong = int((~fits).sum())
         counts = Metrics(

@@ -21,6 +21,8 @@ IMAGE_COLUMNS = ("images", "image")
 """Columns with the images of a prompt, of which the first is taken that has any."""
 PLACE = "<image>"
 """The place of an image in the text of a prompt, as verl has it."""
+FILE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+"""A text of an image column with such an end is the path of an image, also if the prompt has no place for it."""
 IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of a message's parts that are images."""
 
@@ -60,8 +62,10 @@ class TaskImages:
 
         column: the value of the row's image column. as_messages: give a text prompt with images the form of messages.
         """
-        sources = _listed(column)
-        certain = any(not isinstance(source, str) or source.startswith(DATA_URL) for source in sources)
+        sources = self._listed(column)
+        if isinstance(column, list) and not sources and (places := _count_places(prompt)):
+            raise self._wrong_count(places, 0)
+        certain = any(map(_is_surely_image, sources))
         if isinstance(prompt, str) and not (as_messages and sources and (certain or PLACE in prompt)):
             return prompt, self.read_all(column)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -75,11 +79,26 @@ class TaskImages:
         if not filled.used and sources:
             _show_first(placed, addresses)
         elif filled.used != len(sources):
-            raise DataError(
-                f"{self._where} has {filled.used} places for images in its prompt, and {len(sources)} images in "
-                f"`{IMAGE_COLUMNS[0]}`. Write `{PLACE}` once for each image."
-            )
+            raise self._wrong_count(filled.used, len(sources))
         return placed, addresses if isinstance(column, list) else addresses[0] if addresses else column
+
+    def _listed(self, column: Any) -> list[Any]:
+        """Return the images of a column: structs, data URLs, and texts that may be paths; nothing for other values."""
+        values = [value for value in (column if isinstance(column, list) else [column]) if value is not None]
+        known = [value for value in values if _is_struct(value) or (isinstance(value, str) and value)]
+        if any(map(_is_surely_image, known)) and len(known) < len(values):
+            other = next(value for value in values if value not in known)
+            raise DataError(
+                f"{self._where} has {other!r} among its images, which is no image. Give bytes, a path or a data URL, "
+                "or leave it out."
+            )
+        return known if len(known) == len(values) else []
+
+    def _wrong_count(self, places: int, images: int) -> DataError:
+        return DataError(
+            f"{self._where} has {places} places for images in its prompt, and the number of its images is {images}. "
+            f"Write `{PLACE}` once for each image, and give the images in `{IMAGE_COLUMNS[0]}`."
+        )
 
     def _read(self, source: Any) -> str:
         """Return the address of an image, whose bytes are read if they were not."""
@@ -175,11 +194,22 @@ def _is_struct(value: Any) -> bool:
     return isinstance(value, Mapping) and value.keys() <= {"bytes", "path"} and "bytes" in value
 
 
-def _listed(column: Any) -> list[Any]:
-    """Return the images of a column: structs, data URLs, and texts that may be paths; nothing for other values."""
-    values = column if isinstance(column, list) else [column]
-    known = [value for value in values if _is_struct(value) or (isinstance(value, str) and value)]
-    return known if len(known) == len(values) else []
+def _is_surely_image(source: Any) -> bool:
+    """Return True for bytes, a data URL, and the path of an image; other texts may be captions."""
+    return (
+        _is_struct(source)
+        or (isinstance(source, str) and source.lower().startswith(DATA_URL))
+        or (isinstance(source, str) and source.lower().endswith(FILE_ENDINGS))
+    )
+
+
+def _count_places(prompt: Any) -> int:
+    """Return the number of places for images in the texts of a prompt."""
+    if isinstance(prompt, str):
+        return prompt.count(PLACE)
+    messages = prompt if isinstance(prompt, list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    return sum(content.count(PLACE) for content in contents if isinstance(content, str))
 
 
 def _show_first(messages: list[Any], addresses: Sequence[str]) -> None:

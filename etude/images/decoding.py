@@ -20,12 +20,10 @@ from PIL import ExifTags, GifImagePlugin, Image, ImageFile, JpegImagePlugin, Png
 
 from etude.errors import ImageError
 from etude.images.addresses import media_type
-from etude.images.spans import ImageRef, image_digest
+from etude.images.spans import MAX_PIXELS, ImageRef, image_digest
 
 Opener: TypeAlias = Callable[[io.BytesIO], ImageFile.ImageFile]
 
-MAX_PIXELS = 50_000_000
-"""The most pixels of an image."""
 MAX_SCANS = 100
 """The most scans of a JPEG: each of them takes time for all pixels, and as few as 75 bytes. Encoders write some ten."""
 KNOWN_FORMATS = "PNG, JPEG, WebP or GIF"

@@ -6,7 +6,9 @@ import io
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from etude.errors import ImageError
 from etude.images.addresses import media_type, to_data_url
+from etude.images.spans import MAX_PIXELS
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -22,6 +24,12 @@ def is_pillow_image(value: Any) -> TypeGuard[Image.Image]:
 
 def encode_png(image: Image.Image) -> bytes:
     """Return an image as PNG. Equal pixels give equal bytes, so that they are stored once."""
+    width, height = image.size
+    if not 0 < width * height <= MAX_PIXELS:
+        raise ImageError(
+            f"An image of {width} × {height} pixels was given, and one has from 1 to {MAX_PIXELS:,}. Crop or resize "
+            "it to a size between."
+        )
     plain = image if image.mode in _PNG_MODES else image.convert("RGB")
     stream = io.BytesIO()
     plain.save(stream, "PNG", compress_level=3, exif=b"", icc_profile=b"")

@@ -23,6 +23,8 @@ from etude.errors import ImageError
 
 Ids = NDArray[np.int32]
 
+MAX_PIXELS = 50_000_000
+"""The most pixels of an image: a decoded one takes three bytes for each."""
 _KEY_BITS = np.int64(2**31 - 1)
 _PLACE_STEP = np.int64(0x5851F42D)  # odd, so that the keys of consecutive places differ
 

@@ -19,6 +19,7 @@ from PIL import Image
 
 from etude.chat import ChatConfig, Tokenizer, find_images, message_from_dict
 from etude.data import Dataset
+from etude.data.task_images import TaskImages
 from etude.errors import DataError
 from etude.images import ImageRef, image_digest
 from etude.images.addresses import image_address
@@ -68,6 +69,30 @@ def first_task(data: Any, **options: Any) -> Task:
     return Dataset.load(data, **options).task(0, 0)
 
 
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"prompt": "<image>How many?", "images": ["a.png", 5]}, "has 5 among its images, which is no image"),
+        ({"prompt": "<image>How many?", "images": []}, "has 1 places for images .* the number of its images is 0"),
+    ],
+)
+def test_an_image_column_that_would_be_left_out_is_refused(row: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png("red"))
+    with pytest.raises(DataError, match=sentence):
+        TaskImages("Row 3", tmp_path).place(row["prompt"], row["images"])
+
+
+def test_a_path_without_a_place_comes_before_the_first_text(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png("red"))
+    messages, addresses = TaskImages("Row 3", tmp_path).place(
+        [{"role": "user", "content": "How many?"}], ["a.png", None]
+    )
+    kinds = [part["type"] for part in messages[0]["content"]]
+    assert kinds == ["image_url", "text"] and len(addresses) == 1
+    caption = TaskImages("Row 3", tmp_path).place("How many?", "A photo of a cat")
+    assert caption == ("How many?", "A photo of a cat")
+
+
 def test_verls_places_get_the_images_of_the_column(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures/blue.png").write_bytes(BLUE)
@@ -115,7 +140,6 @@ def test_other_columns_keep_their_texts_and_have_addresses_for_images() -> None:
     task = first_task([row], requires_prompt=False)
     assert task["image"] == "python:3.11" and task["prompt"] == "2+2?"
     assert task["extra_info"] == {"picture": address(RED), "path": "a.png"} and list(task.images.values()) == [RED]
-    assert first_task([{"prompt": "<image>", "images": []}])["prompt"] == "<image>"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +153,7 @@ def test_other_columns_keep_their_texts_and_have_addresses_for_images() -> None:
         ([{"bytes": None, "path": None}], "an image without bytes and without a path"),
         (["text.png"], "An image is not an image that Etude takes. Send a whole PNG, JPEG, WebP or GIF."),
         (["data:image/png;base64,!"], "An image is a data URL whose data are not base64"),
-        ([DATA_URL, DATA_URL], "has 1 places for images in its prompt, and 2 images in `images`"),
+        ([DATA_URL, DATA_URL], "has 1 places for images in its prompt, and the number of its images is 2"),
     ],
 )
 def test_an_error_names_the_row(images: list[Any], says: str, tmp_path: Path) -> None:

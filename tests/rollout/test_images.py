@@ -92,6 +92,7 @@ def test_preempted_requests_and_dropped_features_change_nothing(family: str) -> 
     options = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 24}
     with engine_of(shown.model, images=reader, blocks=blocks, **options) as engine:
         engine._steps.features._max_features = 1
+        asyncio.run(answer(engine, prompts, tokens=1, tries=1))  # pixels are read once, so that all requests meet
         crowded = asyncio.run(answer(engine, prompts, tokens=24))
         assert engine.stats().reduce()["engine/preemptions"] > 0
         assert engine._steps.features.encoded > 4

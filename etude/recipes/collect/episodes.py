@@ -286,7 +286,11 @@ class _EnvironmentSession:
                 raise self._environment_error(
                     f"`{method}` gave {getattr(value, name)!r} for `{name}`, which has another type"
                 )
-        return replace(value, content=check_observation(value.content))
+        try:
+            content = check_observation(value.content)
+        except ImageError as error:
+            raise self._environment_error(f"`{method}` gave an image that cannot be sent: {error}") from error
+        return replace(value, content=content)
 
     def _count(self, observation: Observation) -> None:
         """Count the tool calls whose results are shown."""

@@ -68,7 +68,7 @@ def routes(draw: st.DrawFn, computed: int) -> TokenRoutes:
 
 def _sets_of(ids: np.ndarray) -> Support:
     """Return a set of each form, one for each token in turn: it alone, all but another, and the whole vocabulary."""
-    table = [[id] if place % 3 == 0 else [id - 1 if id else id + 1] for place, id in enumerate(ids.tolist())]
+    table = [[id] if place % 3 == 0 else [id - 1 if id > 0 else id + 1] for place, id in enumerate(ids.tolist())]
     index = [-1 if place % 3 == 2 else place for place in range(len(ids))]
     kind = [SetKind.BANNED if place % 3 else SetKind.KEPT for place in range(len(ids))]
     return Support(index, kind, np.arange(len(ids) + 1), np.array(table, np.int32).reshape(-1))
