@@ -125,8 +125,8 @@ def test_a_press_of_the_key_completes_in_bash(shell: Path) -> None:
     if shutil.which("bash") is None:
         pytest.skip("bash is not installed")
     start = ["source <(etude completion bash)"]
-    wanted = "train grpo loss=gspo "
-    assert wanted in pressed(["bash", "--norc", "-i"], start, "etude tr\tgr\tloss=gs\t", wanted)
+    wanted = "train gspo loss=gspo "
+    assert wanted in pressed(["bash", "--norc", "-i"], start, "etude tr\tgs\tloss=gs\t", wanted)
 
 
 def test_a_press_of_the_key_completes_in_zsh(shell: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_press_of_the_key_completes_in_zsh(shell: Path) -> None:
         pytest.skip("zsh is not installed")
     start = ["autoload -U compinit", "compinit -u", "source <(etude completion zsh)"]
     wanted = "loss=gspo "
-    assert wanted in pressed(["zsh", "-f", "-i"], start, "etude tr\tgr\tloss=gs\t", wanted)
+    assert wanted in pressed(["zsh", "-f", "-i"], start, "etude tr\tgs\tloss=gs\t", wanted)
 
 
 def test_fish_gets_completions(shell: Path) -> None:
