@@ -61,7 +61,8 @@ class PixelCache:
         future.set_result(pixels)
         with self._lock:
             self._bytes += pixels.num_bytes
-            for other in [other for other, each in self._pixels.items() if each.done() and other != digest]:
-                if self._bytes <= self._max_bytes:
+            while self._bytes > self._max_bytes:
+                others = (other for other, each in self._pixels.items() if each.done() and other != digest)
+                if (oldest := next(others, None)) is None:
                     break
-                self._bytes -= self._pixels.pop(other).result().num_bytes
+                self._bytes -= self._pixels.pop(oldest).result().num_bytes
