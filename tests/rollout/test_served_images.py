@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -31,7 +32,6 @@ def support_of(dtype: str) -> ImageSupport:
 
 def decode(item: str) -> Any:
     """Return an item of vLLM, read by an own reader of MessagePack."""
-    msgpack = pytest.importorskip("msgpack", reason="no package here reads MessagePack")
     return msgpack.unpackb(base64.b64decode(item), ext_hook=lambda code, data: (code, data))
 
 
