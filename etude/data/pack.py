@@ -12,7 +12,7 @@ Two rows share the common prefix of their contexts, which are the tokens before 
 token depends only on the tokens up to it. So sharing changes no number, only the number of times that it is computed.
 Only contexts are shared, so every action token is in a segment of one row alone.
 
-Image tokens have equal ids, whatever their image is. So contexts compare the image in place of the id.
+Image tokens of different images have equal ids. So contexts compare the image in place of the id.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def _open(content: bytes, max_pixels: int, owner: str) -> ImageFile.ImageFile:
     if scans > MAX_SCANS:
         raise ImageError(f"{owner} has {scans} scans; this run takes {MAX_SCANS}. Save it with fewer.")
     with _explained(owner):
-        # The formats' own classes: `Image.open` has a limit of its own, for the whole process.
+        # The formats' own classes: `Image.open` has another limit, for the whole process.
         image = opener(io.BytesIO(content))
     _check_pixels(image.size, max_pixels, owner)
     return image

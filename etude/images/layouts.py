@@ -199,7 +199,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class FixedCount:
-    """Gemma 3's layout: one number of tokens, whatever the size."""
+    """Gemma 3's layout: the same number of tokens for each size."""
 
     tokens: int
     placeholder: str = "<start_of_image>"

@@ -1,6 +1,6 @@
 """Images whose tokens attend to each other both ways, and else as other tokens do: Gemma 3.
 
-Each image becomes a segment of its own. Its tokens see what is before it, and each other; what follows sees all of it.
+Each image becomes one segment. Its tokens see the tokens before it, and each other. Later tokens see all of it.
 
     text ──► image, both ways ──► text      in place of      text, image, text
 """
