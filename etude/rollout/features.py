@@ -23,7 +23,7 @@ MAX_FEATURES = 2**16
 class FeatureCache:
     """The features of the images that were used last. Only the engine's thread uses it.
 
-    An image is always encoded alone, so that its features have the same bits whatever shares its step.
+    An image is always encoded alone, so that its features have the same bits beside any other images of a step.
     """
 
     def __init__(self, pixels: PixelCache | None, max_features: int = MAX_FEATURES) -> None:

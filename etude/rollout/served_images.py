@@ -1,4 +1,4 @@
-"""The images of requests to servers: what a run's servers are told of them, and what each server has."""
+"""The images of requests to servers: what is sent to a run's servers, and what each of them has."""
 
 from __future__ import annotations
 

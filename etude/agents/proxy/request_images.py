@@ -120,7 +120,7 @@ class RequestImages:
         return image
 
     async def _content(self, place: _Place) -> bytes:
-        """Return the bytes of an image, wherever the request has them."""
+        """Return the bytes of an image, from the request or from the place that it names."""
         address = place.part.url
         if address.startswith("data:"):
             work = partial(from_data_url, address, place.owner)

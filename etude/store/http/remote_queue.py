@@ -181,7 +181,7 @@ class RemoteRolloutQueue(RolloutQueue):
 
 
 def _portions_by_size(contents: Sequence[bytes]) -> list[list[bytes]]:
-    """Split contents into parts that fit into one request each; a large one is a part of its own."""
+    """Split contents into parts that fit into one request each; a large one is a part alone."""
     parts: list[list[bytes]] = []
     size = 0
     for content in contents:
