@@ -1,4 +1,4 @@
-"""An agent gets the images of its task as data URLs, wherever the task names them."""
+"""An agent gets the images of its task as data URLs, in place of their addresses."""
 
 from __future__ import annotations
 

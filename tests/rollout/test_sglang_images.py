@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 CLOSE = 1e-5
 RED, BLUE, TALL, SMALL = png(0, 150, 120), png(3, 150, 120), png(1, 90, 200), png(2, 99, 140)
 BEFORE, AFTER = "<|vision_start|>", "<|vision_end|>"
-"""What templates write around an image. SGLang finds no image without it."""
+"""The words that templates write around an image. SGLang finds no image without it."""
 SAMPLING = SamplingParams(max_tokens=8)
 
 

@@ -33,7 +33,7 @@ Say = Callable[..., Awaitable[dict[str, Any] | None]]
 
 @dataclass
 class Seen:
-    """What all agents together have seen."""
+    """The answers and the failures of all agents together."""
 
     answers: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
