@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -155,12 +156,11 @@ class Prompts(etude.Algorithm):
         self.options, self.results = options, dict[str, list[str]]()
 
     def run(self, train: Any, val: Any) -> dict[str, float]:
-        """Play every task with each prompt, and read the turns by a client."""
-        with self.serving(self.options) as served:
-            scores = {}
-            for prompt, tasks in (("ab", train), ("cd", [Path(train)])):
-                played = served.play(tasks, {"prompt": prompt})
-                scores[prompt] = sum(result.total for result in played) / len(played)
+        """Play every task with each prompt, all at once, and read the turns by a client."""
+        with self.serving(self.options) as served, ThreadPoolExecutor() as threads:
+            wanted = {"ab": train, "cd": [Path(train)]}
+            playing = {prompt: threads.submit(served.play, of, {"prompt": prompt}) for prompt, of in wanted.items()}
+            scores = {prompt: sum(each.total for each in played.result()) / 3 for prompt, played in playing.items()}
             asyncio.run(self._look())
         return scores
 

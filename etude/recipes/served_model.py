@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,7 +54,8 @@ class ServedModel:
         """Have the agent play each task once, and return the results in the order of the tasks.
 
         The wait is bounded by `agent.timeout` and `agent.runner_timeout`. tasks: one or several files of tasks, or
-        tasks as mappings, as in `fit`. resources: stored first, for agents that read `resources`. use: the sampling
+        tasks as mappings, as in `fit`. resources: stored first, for agents that read `resources`. These rollouts get
+        them, also where another call stores others meanwhile. use: the sampling
         options of the answers: `sampling` for train, `evaluate.sampling` for val.
         """
         dataset = Dataset.load(locate_data(tasks, "tasks"), self.run.data.columns, requires_prompt=False)
@@ -66,10 +67,10 @@ class ServedModel:
     async def _play_all(self, wanted: Sequence[RolloutRequest], resources: Mapping[str, Any]) -> list[PlayedRollout]:
         queue = self.new_client()
         try:
-            for name, value in resources.items():
-                await queue.put_resource(name, value)
+            versions = {name: await queue.put_resource(name, value) for name, value in resources.items()}
         finally:
             await queue.close()
+        wanted = [replace(request, resources=versions) for request in wanted]
         await self.agents.requested.start(wanted)
         return list(await asyncio.gather(*map(self.agents.requested.result, wanted)))
 

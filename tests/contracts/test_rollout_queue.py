@@ -699,6 +699,33 @@ def test_resources_have_versions(tell: Callable[[Story], None]) -> None:
     tell(story)
 
 
+def test_every_attempt_of_a_rollout_gets_the_versions_that_its_request_names(
+    tell: Callable[[Story], None],
+) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        for prompt in ("Think.", "Guess.", "Count."):
+            await queue.put_resource("prompt", prompt)
+        pinned = [RolloutRequest(Task(id, {}), id=id, resources={"prompt": id + 1}) for id in range(3)]
+        await queue.enqueue(pinned)
+        await queue.put_resource("prompt", "Newest.")
+        await queue.enqueue([RolloutRequest(Task(3, {}), id=3)])
+        prompts = ["Think.", "Guess.", "Count.", "Newest."]
+        for _ in range(2):  # each is tried again
+            claims = sorted(await claim(queue, 4), key=lambda got: got.attempt_id)
+            assert [got.resources["prompt"] for got in claims] == prompts
+            for got in claims:
+                await queue.finish(got.attempt_id, AttemptReport(Outcome.FAILED, "no"))
+        await queue.enqueue(pinned)  # repeated, as after a lost reply
+        with pytest.raises(IllegalTransitionError, match="Rollout 0 was queued before with other content"):
+            await queue.enqueue([RolloutRequest(Task(0, {}), id=0, resources={"prompt": 2})])
+        with pytest.raises(NotFoundError, match="version 5 of the resource 'prompt', which has the versions 1 to 4"):
+            await queue.enqueue([RolloutRequest(Task(4, {}), id=4, resources={"prompt": 5})])
+        with pytest.raises(NotFoundError, match="the resource 'tools', which does not exist"):
+            await queue.enqueue([RolloutRequest(Task(4, {}), id=4, resources={"tools": 1})])
+
+    tell(story)
+
+
 def test_images_are_stored_once_and_turns_show_them(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
         red, wide = png((3, 2)), png((7, 4))

@@ -126,6 +126,8 @@ class RolloutQueued(RolloutEvent):
     """True if each token is the most probable one."""
     floor: int = 0
     """No token of it can be of a lower policy version."""
+    resources: Mapping[str, int] = field(default_factory=dict)
+    """The versions of resources that each of its attempts gets, by name."""
 
     def to_dict(self) -> dict[str, Any]:
         return BaseEvent.to_dict(self) | {"limits": self.limits and self.limits.to_dict()}

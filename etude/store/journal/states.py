@@ -123,6 +123,8 @@ class RolloutState(_Stored):
     """No token of it can be of a lower policy version."""
     forgiven: int = 0
     """Number of its first attempts that do not count, because code has changed since."""
+    resources: Mapping[str, int] = field(default_factory=dict)
+    """The versions of resources that each of its attempts gets, by name."""
 
     @property
     def phase(self) -> Phase:

@@ -214,6 +214,7 @@ class EventFold:
                 epoch=event.epoch,
                 greedy=event.greedy,
                 floor=event.floor,
+                resources=event.resources,
             )
             self._set(queued)
         else:

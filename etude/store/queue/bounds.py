@@ -31,6 +31,7 @@ MAX_LEASE_S = 3600.0
 
 Id: TypeAlias = Annotated[int, Bounds(ge=0, lt=2**63)]
 Number: TypeAlias = Annotated[int, Bounds(ge=-(2**63), lt=2**63)]
+Version: TypeAlias = Annotated[int, Bounds(ge=1, lt=2**31)]
 Count: TypeAlias = Annotated[int, Bounds(ge=1, le=MAX_ITEMS)]
 Seconds: TypeAlias = Annotated[float, Bounds(gt=0, le=1e9)]
 PollSeconds: TypeAlias = Annotated[float, Bounds(ge=0, le=LONGEST_POLL_S)]

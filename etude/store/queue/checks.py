@@ -117,18 +117,28 @@ def issue_task(txn: Transaction, task: Task, use: RolloutPurpose) -> list[Event]
 
 def is_already_queued(txn: Transaction, new: Mapping[int, RolloutRequest], id: int, request: RolloutRequest) -> bool:
     """Return whether a rollout of this id was queued before with the same content; refuse other content."""
-    new_fields = (request.task.ordinal, request.sample, request.use, request.limits, request.greedy)
     if id in new:
-        before = new[id]
-        known_fields = (before.task.ordinal, before.sample, before.use, before.limits, before.greedy)
+        known_fields = _request_fields(new[id])
     else:
         state = txn.state(RolloutState, id)
         if state is None:
             return False
-        known_fields = (state.task, state.sample, state.use, limits_of(state), state.greedy)
-    if known_fields != new_fields:
+        known_fields = (state.task, state.sample, state.use, limits_of(state), state.greedy, state.resources)
+    if known_fields != _request_fields(request):
         raise conflict_error(f"Rollout {id}", "queued")
     return True
+
+
+def _request_fields(request: RolloutRequest) -> tuple[object, ...]:
+    """Return what cannot be changed once a rollout is queued."""
+    return (
+        request.task.ordinal,
+        request.sample,
+        request.use,
+        request.limits,
+        request.greedy,
+        dict(request.resources),
+    )
 
 
 def is_same_task(left: Task, right: Task) -> bool:

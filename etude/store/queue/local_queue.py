@@ -27,11 +27,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -86,6 +86,8 @@ KEY_GRACE_S = 600.0
 """Seconds that the keys of an attempt stay valid beyond its time limit."""
 UNLIMITED_S = 30 * 86400.0
 """Seconds that the keys are valid where the attempt has no time limit."""
+KEPT_VERSIONS = 64
+"""Older versions of resources that stay in memory, for rollouts that get them."""
 ENDS = (AttemptEnded, RolloutCancelled, RolloutExpired)
 LOCAL_OWNER = QueueOwner("this run", "here")
 """The owner of a queue over a run's own journal, in any directory. File permissions decide who may write to it."""
@@ -112,6 +114,7 @@ class LocalRolloutQueue(RolloutQueue):
         self._epoch: int | None = None
         self._state = QueueState(journal)
         self._writer = WriterThread(journal, self._state)
+        self._read_resource = lru_cache(KEPT_VERSIONS)(self._find_resource)
 
     def on_attempts_ended(self, callback: Callable[[Sequence[AttemptId]], None]) -> None:
         """Call `callback` with attempts soon after they end. It runs on the writer thread, so it must not block."""
@@ -177,11 +180,13 @@ class LocalRolloutQueue(RolloutQueue):
     async def claim(self, runner: str, n: int = 1, wait_s: float = 0.0) -> list[Claim]:
         if not runner:
             raise DataError("A runner that claims rollouts needs a name. Give each runner a separate name.")
-        return [self._claim(attempt) for attempt in await self._claim_leases(runner, n, wait_s)]
+        async with self._leases(runner, n, wait_s) as leased:
+            return [await self._claim(attempt) for attempt in leased]
 
     async def claim_own(self, n: int, wait_s: float) -> list[LeasedAttempt]:
         """Claim up to `n` rollouts for the run's own runner, as `claim` does for others."""
-        return await self._claim_leases(OWN_RUNNER, n, wait_s)
+        async with self._leases(OWN_RUNNER, n, wait_s) as leased:
+            return leased
 
     async def finish_own(self, ends: Sequence[AttemptEnd]) -> list[RolloutState | EtudeError]:
         """Record the ends of attempts by the run's own runner.
@@ -252,7 +257,7 @@ class LocalRolloutQueue(RolloutQueue):
             raise NotFoundError(f"There is no resource '{name}'. The store has: {known}.")
         newest, value = self._state.resources[name]
         if version is not None and version != newest:
-            value = await asyncio.to_thread(self._read_resource, name, version, newest)
+            value = await asyncio.to_thread(self._read_resource, name, version)
         return Resource(version or newest, to_json_value(value, "value"))
 
     async def runners(self) -> list[RunnerState]:
@@ -278,27 +283,26 @@ class LocalRolloutQueue(RolloutQueue):
 
         return await self._writer.call(execute)
 
-    async def _claim_leases(self, runner: str, n: int, wait_s: float) -> list[LeasedAttempt]:
+    @asynccontextmanager
+    async def _leases(self, runner: str, n: int, wait_s: float) -> AsyncIterator[list[LeasedAttempt]]:
+        """Claim rollouts. If the block fails or is cancelled, no runner has them, and they are queued again."""
         pending = PendingClaim(runner, check_count(n, "n"), running_time() + check_seconds(wait_s, "wait_s"))
         try:
-            return await self._call(partial(self._state.add_claim, pending))
-        except asyncio.CancelledError:
+            yield await self._call(partial(self._state.add_claim, pending))
+        except BaseException:
             with suppress(StoreError):  # the queue was closed meanwhile, and assigns no more rollouts
                 self._writer.submit(lambda txn, _: self._state.cancel_claim(txn, pending))
             raise
 
-    def _claim(self, leased: LeasedAttempt) -> Claim:
+    async def _claim(self, leased: LeasedAttempt) -> Claim:
         expires_s = UNLIMITED_S if leased.limits.timeout_s is None else leased.limits.timeout_s + KEY_GRACE_S
+        names = [name for name in self._state.resources if name != OWNER_RESOURCE]
         return Claim(
             attempt_id=leased.attempt_id,
             task=leased.task,
             use=leased.use,
             limits=leased.limits,
-            resources={
-                name: to_json_value(value, "value")
-                for name, (_, value) in list(self._state.resources.items())
-                if name != OWNER_RESOURCE
-            },
+            resources={name: (await self.get_resource(name, leased.resources.get(name))).value for name in names},
             model_key=self.keyring.model_key(leased.attempt_id, expires_s),
             reward_key=self.keyring.reward_key(leased.attempt_id, expires_s),
         )
@@ -373,8 +377,9 @@ class LocalRolloutQueue(RolloutQueue):
             raise NotFoundError(f"Rollout {rollout} has {attempts} attempts, and no attempt {attempt}.")
         return attempts - 1
 
-    def _read_resource(self, name: str, version: int, newest: int) -> Any:
+    def _find_resource(self, name: str, version: int) -> Any:
         for _, event in self.journal.read(kinds=(ResourcePut,)):
             if isinstance(event, ResourcePut) and (event.name, event.version) == (name, version):
                 return event.value
+        newest, _ = self._state.resources[name]
         raise NotFoundError(f"The resource '{name}' has the versions 1 to {newest}, and no version {version}.")

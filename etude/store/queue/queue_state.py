@@ -162,6 +162,7 @@ class QueueState:
                     forgiven = len(state.attempts) if request.forgive else state.forgiven
                     events.append(RolloutResumed(id, self.owner_lease.epoch, request.floor, forgiven))
                 continue
+            self._check_versions(request.resources)
             new[id] = request
             queued = RolloutQueued(
                 id,
@@ -172,6 +173,7 @@ class QueueState:
                 self.owner_lease.epoch,
                 request.greedy,
                 request.floor,
+                dict(request.resources),
             )
             events.append(queued)
         txn.append(events)
@@ -273,6 +275,17 @@ class QueueState:
         txn.append([put])
         self.resources[name] = version, put.value
         return version
+
+    def _check_versions(self, wanted: Mapping[str, int]) -> None:
+        """Refuse versions of resources that do not exist."""
+        for name, version in wanted.items():
+            newest = self.resources[name][0] if name in self.resources and name != OWNER_RESOURCE else 0
+            if not 1 <= version <= newest:
+                has = f"has the versions 1 to {newest}" if newest else "does not exist"
+                raise NotFoundError(
+                    f"A rollout is to get version {version} of the resource '{name}', which {has}. Put the resource "
+                    "first: `put_resource` returns its version."
+                )
 
     def runners(self) -> list[RunnerState]:
         """Return the runners that were active lately, with their leased attempts."""
@@ -387,6 +400,7 @@ class QueueState:
             state.sample,
             state.greedy,
             count_drawn(state),
+            state.resources,
         )
 
     def _answer_waits(self, now: float, replies: list[Reply]) -> None:

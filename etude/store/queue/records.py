@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from etude.records import Outcome, Task, Turn
 from etude.store.journal.states import RolloutState, Status
-from etude.store.queue.bounds import MAX_ITEMS, Bounds, Count, Id, Name, Number, SomeText, Text
+from etude.store.queue.bounds import MAX_ITEMS, Bounds, Count, Id, Name, Number, SomeText, Text, Version
 from etude.store.queue.rollout_limits import RolloutLimits, RolloutPurpose
 
 Reward: TypeAlias = float | Mapping[str, float]
@@ -56,6 +56,8 @@ class RolloutRequest:
     forgive: bool = False
     """True if the attempts so far do not count, because the code of the agent, the environment or the reward has
     changed."""
+    resources: Mapping[Name, Version] = field(default_factory=dict)
+    """The versions of resources that each of its attempts gets, by name. Of others it gets the newest."""
 
 
 class LeasedAttempt(NamedTuple):
@@ -70,6 +72,8 @@ class LeasedAttempt(NamedTuple):
     drawn: int
     """Number of earlier attempts with their own random numbers. An attempt that an infrastructure error ended does not
     count: the next one draws the same again."""
+    resources: Mapping[str, int]
+    """The versions of resources that it gets, by name. Of others it gets the newest."""
 
 
 class RecordedTurn(NamedTuple):
@@ -110,7 +114,8 @@ class Claim:
     use: RolloutPurpose
     limits: RolloutLimits
     resources: Mapping[str, Any]
-    """The newest version of each resource, by name. `endpoint` holds the model's address (`base_url`, `model`)."""
+    """The value of each resource, by name: in the version that its request names, or the newest. `endpoint` holds the
+    model's address (`base_url`, `model`)."""
     model_key: str
     """Key with which an agent calls the model as this attempt, and as no other."""
     reward_key: str

@@ -37,6 +37,7 @@ from etude.store.queue.bounds import (
     Name,
     PollSeconds,
     SomeText,
+    Version,
 )
 from etude.store.queue.records import (
     AttemptId,
@@ -260,7 +261,7 @@ class RolloutQueue(ABC):
         1."""
 
     @verb(Rules(scopes=RUNNERS, has_long_reply=True))
-    async def get_resource(self, name: Name, version: Annotated[int, Bounds(ge=1, lt=2**31)] | None = None) -> Resource:
+    async def get_resource(self, name: Name, version: Version | None = None) -> Resource:
         """Return the version number and the value of a resource, by default the newest."""
 
     @verb(Rules(has_long_reply=True))

@@ -583,7 +583,7 @@ def test_old_ended_rollouts_are_read_from_the_journal(tmp_path: Path) -> None:
             await queue.enqueue(wanted(task, 50))
             claims = await claim(queue, 50)
             await asyncio.gather(*(queue.finish(got.attempt_id, DONE) for got in claims))
-        assert len(queue._state._ends._ends) == MAX_RECENT_ENDS
+        assert len(queue._state.ends.recent._ends) == MAX_RECENT_ENDS
         ids = await ended(queue, total)
         assert len(set(ids)) == len(ids) >= total
 
