@@ -23,6 +23,7 @@ from etude.observe import format_number, get_logger, make_console
 from etude.recipes.collect.failure_messages import describe_failure
 from etude.recipes.collect.player import end_reason
 from etude.recipes.run.directory import OPTIONS, read_options
+from etude.recipes.run.resume.session_log import describe_wait
 from etude.records import Outcome, Turn
 from etude.store import Journal, RolloutState
 from etude.tools.rollout_reader import (
@@ -87,7 +88,8 @@ def load_answers(
         index = StepIndex(store)
         steps = index.steps
         if not steps:
-            raise ConfigError(f"The run in {directory} has not collected its first step yet. Wait until it has.")
+            advice = describe_wait(directory)
+            raise ConfigError(f"The run in {directory} has not collected its first step yet. {advice}")
         chosen = max(steps) if step is None else step
         if chosen not in steps:
             raise ConfigError(

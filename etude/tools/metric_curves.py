@@ -12,7 +12,7 @@ from etude.errors import ConfigError, EtudeError
 from etude.observe.jsonl import METRICS_FILE, LinePosition, parse_step_line, read_new_lines
 from etude.observe.step_history import Curve, MetricsFile
 from etude.recipes.run.directory import JOURNAL
-from etude.recipes.run.resume.session_log import SESSIONS, Session, read_sessions
+from etude.recipes.run.resume.session_log import SESSIONS, Session, describe_wait, read_sessions
 from etude.store import open_store
 
 DEFAULT_METRICS = (
@@ -67,8 +67,9 @@ def read_curves(directory: Path) -> RunCurves:
     curves = {name: file.curve(name) for name in file.names if name != "time"}
     curves = {name: curve for name, curve in curves.items() if len(curve)}
     if not curves:
+        advice = describe_wait(directory)
         raise ConfigError(
-            f"{path} has no metrics yet. Wait until the run has finished its first step. {file.problem}".rstrip()
+            f"The run in {directory} has not finished its first step yet. {advice} {file.problem}".rstrip()
         )
     problems = [*filter(None, [file.problem]), *check_steps(directory, file)]
     return RunCurves(directory, curves, " ".join(problems))

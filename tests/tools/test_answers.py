@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 
 from etude.cli import main
 from etude.integrity import write_text
+from etude.recipes.run.resume.session_log import record_session
 from etude.records import Completion, Outcome, Turn
 from etude.store import open_store
 from etude.store.journal.events import (
@@ -205,4 +206,18 @@ def test_an_impossible_request_is_reported(run: Path, tmp_path: Path, capsys: Ca
     assert main(["answers", str(run), "--step", "7"]) == 2
     assert "no step 7; it has collected steps 1 to 2" in capsys.readouterr().err
     assert main(["answers", str(answered(tmp_path / "new", steps=0))]) == 2
-    assert "has not collected its first step yet" in capsys.readouterr().err
+    assert "has not collected its first step yet. Wait until it has." in capsys.readouterr().err
+
+
+def test_a_run_that_ended_without_a_step_is_not_waited_for(tmp_path: Path, capsys: Captured) -> None:
+    run = answered(tmp_path / "run", steps=0)
+    with suppress(ValueError), record_session(run, lambda: 0, lambda: False):
+        raise ValueError("no column 'answer'")
+    assert main(["answers", str(run)]) == 2
+    failed = "It failed: ValueError: no column 'answer'. Correct the cause. Give its command once more with "
+    assert f"{failed}`directory={run}`." in capsys.readouterr().err
+    with record_session(run, lambda: 0, lambda: False):
+        assert main(["answers", str(run)]) == 2
+    assert "Wait until it has." in capsys.readouterr().err
+    assert main(["answers", str(run)]) == 2
+    assert "It was stopped before that." in capsys.readouterr().err

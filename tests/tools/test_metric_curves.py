@@ -76,7 +76,7 @@ def test_each_absence_has_its_sentence(tmp_path: Path) -> None:
         ConfigError, match=r"is not a run; it has 10 runs: a, b, c, d, e, f, g, h, …\. Name one of them, or"
     ):
         read_curves(tmp_path)
-    with pytest.raises(ConfigError, match=r"has no metrics yet\. Wait until"):
+    with pytest.raises(ConfigError, match=r"has not finished its first step yet\. Wait until"):
         read_curves(written(tmp_path / "new"))
 
 

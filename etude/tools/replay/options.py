@@ -14,6 +14,7 @@ from etude.recipes.hub import resolve_hub_names
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.config import Run
 from etude.recipes.run.resume.precision import resolve_precision
+from etude.recipes.run.resume.session_log import describe_wait
 from etude.recipes.run_argument import without_secrets
 from etude.tools.rollout_reader import open_journal
 from etude.tools.step_index import StepIndex
@@ -69,7 +70,8 @@ def check_steps(directory: Path, step: int, to: int | None) -> None:
     with open_journal(directory) as store:
         known = [admitted.step for admitted in StepIndex(store).admitted]
     if not known:
-        raise ConfigError(f"The run in {directory} has not collected its first step yet. Wait until it has.")
+        advice = describe_wait(directory)
+        raise ConfigError(f"The run in {directory} has not collected its first step yet. {advice}")
     for wanted, flag in ((step, "--step"), (step if to is None else to, "--to")):
         if wanted not in known:
             raise ConfigError(

@@ -115,6 +115,22 @@ def read_sessions(directory: Path) -> list[Session]:
     return sessions
 
 
+def describe_wait(directory: Path) -> str:
+    """Return what to do about a run without a finished step: wait for it, or continue it if it failed or was stopped.
+
+    A run that was killed has no recorded end, and counts as one that runs.
+    """
+    sessions = read_sessions(directory)
+    last = sessions[-1] if sessions else None
+    again = f"Give its command once more with `directory={directory}`."
+    if last is not None and last.how == "failed":
+        message = last.message if last.message.endswith((".", "!", "?")) else f"{last.message}."
+        return f"It failed: {message} Correct the cause. {again}"
+    if last is not None and last.how == "stopped":
+        return f"It was stopped before that. {again}"
+    return "Wait until it has."
+
+
 def _find_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
