@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 
 from etude.errors import ConfigError
 from etude.images.addresses import find_refs
 from etude.records import Turn
-from etude.store import Journal, RolloutState, TaskState
-from etude.store.journal.images import is_in_turn
+from etude.store import Journal, TaskState
 
-PAGE = 256
-"""Rollouts whose turns are read at once."""
 SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "image/gif": ".gif"}
 
 
@@ -28,11 +24,8 @@ def missing_images(store: Journal) -> dict[str, str]:
 
 
 def _named_images(store: Journal) -> Iterator[tuple[str, str]]:
-    rollouts = (state.id for state in store.iter_states(RolloutState))
-    while page := list(islice(rollouts, PAGE)):
-        for rollout, bodies in store.turn_bodies(page).items():
-            for body in filter(is_in_turn, bodies):
-                yield from ((span[0], f"rollout {rollout}") for span in json.loads(body)["turn"]["images"])
+    for rollout, body in store.image_turns():
+        yield from ((span[0], f"rollout {rollout}") for span in json.loads(body)["turn"]["images"])
     for task in store.iter_states(TaskState):
         yield from ((ref.digest, f"task {task.id}") for ref in find_refs(task.fields))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from etude.observe.step_history import StepHistory
 from etude.recipes.diagnosis import RULES, Evidence, RunFinding, diagnose
+from etude.recipes.diagnosis.evidence import TaskRewards
 from etude.tools.doctor.run import examine
 from tests.recipes.runs import train
 
@@ -74,13 +76,27 @@ DEFECTS: dict[str, tuple[dict[str, Curve], dict[str, Any]]] = {
 }
 
 
-def findings(changes: dict[str, Curve], options: dict[str, Any] | None = None, steps: int = STEPS) -> list[RunFinding]:
-    """Return the findings of a healthy run with some other curves."""
+USUAL = [TaskRewards(row, 100 + row, times=3, answers=24, least=0.0, most=1.0) for row in range(16)]
+NEVER = [TaskRewards(row, 100 + row, times=2, answers=16, least=0.0, most=0.0) for row in range(16, 20)]
+ALWAYS = [TaskRewards(row, 100 + row, times=2, answers=16, least=1.0, most=1.0) for row in range(16, 30)]
+ONCE = [replace(task, times=1, answers=8) for task in NEVER]
+"""The rewards of rows: of tasks with both right and wrong answers, and of others."""
+TASKS = {"tasks never earn": USUAL + NEVER, "tasks always earn": USUAL + ALWAYS}
+
+
+def findings(
+    changes: dict[str, Curve],
+    options: dict[str, Any] | None = None,
+    steps: int = STEPS,
+    tasks: Sequence[TaskRewards] = USUAL,
+) -> list[RunFinding]:
+    """Return the findings of a healthy run with some other curves, or tasks."""
     history = StepHistory()
     curves = {name: np.broadcast_to(curve, STEPS) for name, curve in (HEALTHY | changes).items()}
     for place in range(steps):
         history.add(place + 1, {name: float(curve[place]) for name, curve in curves.items()})
-    return diagnose(Evidence(history, {"sampling": {"max_tokens": 100}, "loss": {"clip_high": 0.2}} | (options or {})))
+    healthy = {"sampling": {"max_tokens": 100}, "loss": {"clip_high": 0.2}}
+    return diagnose(Evidence(history, healthy | (options or {}), tasks))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 12, 25, STEPS])
@@ -90,8 +106,9 @@ def test_a_healthy_run_has_no_finding_at_any_time(steps: int) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_finds_its_defect_alone(rule: str) -> None:
-    changes, options = DEFECTS[rule]
-    (finding,) = (finding for finding in findings(changes, options) if not finding.cause)
+    changes, options = DEFECTS.get(rule, ({}, {}))
+    found = findings(changes, options, tasks=TASKS.get(rule, USUAL))
+    (finding,) = (finding for finding in found if not finding.cause)
     assert finding.rule == rule
     assert 0 < finding.severity <= 1 and 1 <= finding.first <= finding.last == STEPS
     assert "`" in finding.remedy and finding.numbers and np.isfinite(list(finding.numbers.values())).all()
@@ -130,6 +147,18 @@ def test_a_rule_finds_its_other_defects(
 )
 def test_what_looks_like_a_defect_and_is_none_is_not_found(changes: dict[str, Curve], options: dict[str, Any]) -> None:
     assert findings(changes, options) == []
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        pytest.param(USUAL + ONCE, id="tasks that came once"),
+        pytest.param(USUAL * 3 + NEVER, id="few of many"),
+        pytest.param(NEVER, id="a reward that is the same for all"),
+    ],
+)
+def test_tasks_that_may_earn_yet_are_not_found(tasks: list[TaskRewards]) -> None:
+    assert findings({}, tasks=tasks) == []
 
 
 RATE_TOO_HIGH = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -13,6 +14,9 @@ from etude.cli import main
 from etude.integrity import write_text
 from etude.observe import JsonlSink, RunInfo
 from etude.recipes.run.resume.session_log import record_session
+from etude.records import Outcome
+from etude.store import open_store
+from etude.store.journal.events import AttemptEnded, AttemptRewarded, AttemptStarted, RolloutQueued, TaskIssued
 from etude.tools.doctor.run import examine
 from etude.tools.metric_curves import read_curves
 from etude.view.catalog import RunCatalog
@@ -69,6 +73,24 @@ def test_a_run_that_an_error_ended_is_not_healthy(tmp_path: Path, capsys: Captur
     assert "The run ended with an error: The reward raised 64 times in a row." in capsys.readouterr().out
     assert main(["doctor", str(run), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["healthy"] is False
+
+
+def test_tasks_that_never_earn_are_named(tmp_path: Path) -> None:
+    run = written(tmp_path / "run")
+    with closing(open_store(run / "journal.sqlite")) as store:
+        for task in range(12):
+            store.append([TaskIssued(task, task % 6, "", {})])
+            for rollout in range(8 * task, 8 * task + 8):
+                earned = float(task % 6 > 2 and rollout % 2)
+                store.append([RolloutQueued(rollout, task, rollout % 8), AttemptStarted(rollout, 0)])
+                store.append([AttemptRewarded(rollout, 0, earned, {}, False)])
+                store.append([AttemptEnded(rollout, 0, Outcome.SUCCEEDED, "", False)])
+    (finding,) = examine(run).findings
+    assert finding.rule == "tasks never earn"
+    assert finding.what == (
+        "3 of 6 tasks that came 2 times or more have never earned more than 0, in 48 answers: task 6 (row 0), task 7 "
+        "(row 1), task 8 (row 2)."
+    )
 
 
 def test_a_damaged_run_is_examined_as_far_as_it_is_whole(tmp_path: Path, capsys: Captured) -> None:

@@ -1,14 +1,15 @@
 """The rules of `etude doctor RUN`: what goes wrong in a run without an error, and the option that helps.
 
-A rule is a function from the run's evidence to findings. It reads metrics and options only, so the same rules check a
-run on disk (`etude doctor RUN`) and a run that trains, under the line of each step. A rule that lacks a metric or an
-option finds nothing.
+A rule is a function from the run's evidence to findings. The same rules check a run on disk (`etude doctor RUN`) and a
+run that trains, under the line of each step. A rule that lacks a metric or an option finds nothing. So do the rules
+about single tasks while a run trains: they need all rewards of the journal, and the others only metrics and options.
 
 Findings come by cause: what follows from another finding stands behind it, and its own remedy would not help.
 
     evidence.py         the metrics and options of a run, and the statistics that rules share
     reward_rules.py     rewards, groups, evaluations
     collapse_rule.py    a reward that collapsed
+    task_rules.py       tasks that never earn, or always
     update_rules.py     the policy's updates: entropy, divergences, weights, clip, learning rate
     sampling_rules.py   lengths, engines, staleness, memory
     step_findings.py    the line under a step's line
@@ -19,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from etude.recipes.diagnosis import collapse_rule, reward_rules, sampling_rules, update_rules
+from etude.recipes.diagnosis import collapse_rule, reward_rules, sampling_rules, task_rules, update_rules
 from etude.recipes.diagnosis.evidence import Evidence, RunFinding
 
 __all__ = ["CONSEQUENCES", "RULES", "Evidence", "RunFinding", "diagnose"]
@@ -37,6 +38,8 @@ RULES: dict[str, Callable[[Evidence], Iterator[RunFinding]]] = {
     "gradient zero": update_rules.gradient_zero,
     "no effect of updates": update_rules.no_effect,
     "reward flat": reward_rules.reward_flat,
+    "tasks never earn": task_rules.tasks_never_earn,
+    "tasks always earn": task_rules.tasks_always_earn,
     "clip": update_rules.clip_extreme,
     "answers cut off": sampling_rules.answers_cut_off,
     "lengths at the limit": sampling_rules.lengths_at_limit,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -71,13 +71,40 @@ class Series:
         return RunFinding(what, remedy, min(severity, 1.0), int(self.steps[0]), int(self.steps[-1]), numbers)
 
 
-class Evidence:
-    """The metrics and options of a run."""
+@dataclass(frozen=True, slots=True)
+class TaskRewards:
+    """The rewards of a row of the data, over all times that the run used it as a task."""
 
-    def __init__(self, history: StepHistory, options: Mapping[str, Any]) -> None:
-        """options: the tree of `run.yaml`; empty if it cannot be read."""
+    row: int
+    newest: int
+    """The ordinal of the newest task of the row."""
+    times: int
+    """The tasks of the row that have rewards."""
+    answers: int
+    """Their answers with a reward."""
+    least: float
+    most: float
+
+
+class Evidence:
+    """The metrics and options of a run, and the rewards of its tasks."""
+
+    def __init__(self, history: StepHistory, options: Mapping[str, Any], tasks: Sequence[TaskRewards] = ()) -> None:
+        """options: the tree of `run.yaml`; empty if it cannot be read. tasks: the rewards of each row; empty if the
+        rollouts were not read."""
         self._history = history
         self._options = options
+        self.tasks = tasks
+
+    @cached_property
+    def lowest_reward(self) -> float:
+        """The lowest reward of an answer; 0 without any."""
+        return min((task.least for task in self.tasks), default=0.0)
+
+    @cached_property
+    def highest_reward(self) -> float:
+        """The highest reward of an answer; 0 without any."""
+        return max((task.most for task in self.tasks), default=0.0)
 
     @cached_property
     def _steps(self) -> NDArray[np.int64]:

@@ -14,6 +14,10 @@ from etude.images import ImageRef, image_digest
 from etude.store.journal.event_records import checksum
 from etude.store.journal.events import Event, TurnRecorded
 
+IN_TURN = '"images":[['
+"""The beginning of the images in the stored fields of a turn. No text within them can look so: its quotes are escaped.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
@@ -31,12 +35,6 @@ class StoredImage:
                 f"The image {self.ref.digest} has {len(self.content)} bytes with the hash {found}: they are not those "
                 "of this image. Store the image again, or continue from an intact copy."
             )
-
-
-def is_in_turn(body: str) -> bool:
-    """Return True if the stored fields of a turn have images. No text within them can look so: its quotes are
-    escaped."""
-    return '"images":[[' in body
 
 
 def image_checksum(digest: str, media_type: str, width: int, height: int) -> int:

@@ -10,16 +10,14 @@ position misses no event and sees none twice.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from heapq import merge
 from operator import itemgetter
-from threading import RLock
 
 from etude.errors import NotFoundError, StoreError
-from etude.images import ImageRef
 from etude.records import Turn
 from etude.store.journal.blobs import ReadSlice, TurnShape, read_turn_shape
 from etude.store.journal.deferred_signals import defer_signals
@@ -40,7 +38,8 @@ from etude.store.journal.events import (
     TurnRecorded,
     TurnRewarded,
 )
-from etude.store.journal.images import ImageCheck, StoredImage
+from etude.store.journal.image_store import ImageStore
+from etude.store.journal.images import ImageCheck
 from etude.store.journal.state_rows import StateRow, decode_state, encode_state
 from etude.store.journal.states import AttemptState, Phase, ResourceState, RolloutState, S, State, TaskState
 from etude.store.journal.transitions import EventFold
@@ -81,14 +80,14 @@ class DamagedJournalError(StoreError):
     """The content of the journal has changed since it was written."""
 
 
-class Journal(ABC):
+class Journal(ImageStore):
     """The journal of a run. Every method may be called from any thread; writes wait for each other."""
 
     name = "in memory"
     """Its name in messages."""
 
     def __init__(self) -> None:
-        self._lock = RLock()
+        super().__init__()
         self._open: dict[tuple[str, int], State] = {}
         """States that will be needed again soon: open rollouts and their tasks."""
         self._largest_ids: dict[str, int] = {}
@@ -127,12 +126,6 @@ class Journal(ABC):
             self._open.clear()
             self._largest_ids.clear()
             raise
-
-    def put_images(self, images: Sequence[StoredImage]) -> None:
-        """Store the images that are not stored yet, all or none."""
-        if images:
-            with self._lock, self._storage_transaction():
-                self._write_images(images)
 
     @abstractmethod
     def flush(self) -> JournalMark:
@@ -318,16 +311,6 @@ class Journal(ABC):
         """Return the newest version of a resource, or None."""
         return self.load_states(ResourceState, [ResourceState.id_of(name)]).get(ResourceState.id_of(name))
 
-    def images(self, digests: Sequence[str]) -> dict[str, StoredImage]:
-        """Return the images with these digests that are stored, with their bytes."""
-        with self._lock:
-            return {image.ref.digest: image for image in self._images(digests)}
-
-    def image_refs(self, digests: Sequence[str]) -> dict[str, ImageRef]:
-        """Return the images with these digests that are stored. Their bytes are not read."""
-        with self._lock:
-            return {ref.digest: ref for ref in self._image_refs(digests)}
-
     def load_states(self, kind: type[S], ids: Sequence[int]) -> dict[int, S]:
         """Return the existing states of a kind with these ids."""
         with self._lock:
@@ -428,24 +411,8 @@ class Journal(ABC):
     # -- the backend's part, called by one thread at a time -----------------------------------------------------------
 
     @abstractmethod
-    def _storage_transaction(self) -> AbstractContextManager[None]:
-        """A transaction of the backend: everything written inside is written, or nothing if an exception leaves it."""
-
-    @abstractmethod
     def _write(self, events: Mapping[int, ChainedRecord], states: Sequence[StateRow]) -> None:
         """Store these events at these positions, and replace these states."""
-
-    @abstractmethod
-    def _write_images(self, images: Sequence[StoredImage]) -> None:
-        """Store the images that are not stored yet."""
-
-    @abstractmethod
-    def _images(self, digests: Sequence[str]) -> list[StoredImage]:
-        """Return the stored images with these digests. One that was changed after it was written is refused."""
-
-    @abstractmethod
-    def _image_refs(self, digests: Sequence[str]) -> list[ImageRef]:
-        """Return the stored images with these digests, without their bytes."""
 
     @abstractmethod
     def _chain(self, position: int) -> int:

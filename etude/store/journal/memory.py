@@ -6,12 +6,13 @@ from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 from etude.images import ImageRef
 from etude.store.journal.blobs import ReadSlice
 from etude.store.journal.event_records import ChainedRecord, EventRecord, JournalMark, stored_names
 from etude.store.journal.events import TurnRecorded
-from etude.store.journal.images import StoredImage
+from etude.store.journal.images import IN_TURN, StoredImage
 from etude.store.journal.journal import Journal
 from etude.store.journal.state_rows import StateRow
 
@@ -115,6 +116,12 @@ class MemoryJournal(Journal):
     def _event_kinds(self, rollouts: Sequence[int]) -> list[tuple[int, int, str]]:
         positions = sorted((position, id) for id in set(rollouts) for position in self._of_rollout.get(id, []))
         return [(id, position, self._events[position - 1].kind) for position, id in positions]
+
+    def _image_turns(self, after: int, limit: int) -> list[tuple[int, int, str]]:
+        positions = self._of_kind.get(TurnRecorded.kind, [])
+        turns = ((position, self._events[position - 1]) for position in positions[bisect_right(positions, after) :])
+        shown = ((at, event.rollout, event.body) for at, event in turns if IN_TURN in event.body)
+        return [(at, rollout, body) for at, rollout, body in islice(shown, limit) if rollout is not None]
 
     def _turn_bodies(self, rollouts: Sequence[int]) -> list[tuple[int, str]]:
         turns = self._event_kinds(rollouts)

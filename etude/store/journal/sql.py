@@ -311,6 +311,11 @@ class SqlJournal(Journal):
             rows = self._select(tables.FIND_KINDS, "rollouts", rollouts)
             return [(row.rollout, row.position, row.kind) for row in sorted(rows, key=attrgetter("position"))]
 
+    def _image_turns(self, after: int, limit: int) -> list[tuple[int, int, str]]:
+        with self._explain_damage():
+            rows = self._connection.execute(tables.FIND_IMAGE_TURNS, {"after": after, "limit": limit})
+            return [(row.position, row.rollout, row.body) for row in rows]
+
     def _turn_bodies(self, rollouts: Sequence[int]) -> list[tuple[int, str]]:
         with self._explain_damage():
             rows = self._select(tables.FIND_TURN_BODIES, "rollouts", rollouts)

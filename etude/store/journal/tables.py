@@ -20,6 +20,7 @@ from sqlalchemy import (
 )
 
 from etude.store.journal.events import TurnRecorded
+from etude.store.journal.images import IN_TURN
 
 SCHEMA = "6"
 """Version of the table layout below. A journal with another one is refused."""
@@ -124,6 +125,13 @@ FIND_KINDS = select(EVENTS.c.rollout, EVENTS.c.position, EVENTS.c.kind).where(
 FIND_TURN_BODIES = select(EVENTS.c.position, EVENTS.c.rollout, EVENTS.c.body).where(
     _OF_ROLLOUTS,
     EVENTS.c.kind.concat("") == TurnRecorded.kind,  # of the column itself, SQLite would scan the index
+)
+FIND_IMAGE_TURNS = (
+    select(EVENTS.c.position, EVENTS.c.rollout, EVENTS.c.body)
+    .where(EVENTS.c.position > bindparam("after"), EVENTS.c.kind == TurnRecorded.kind)
+    .where(EVENTS.c.body.contains(IN_TURN))
+    .order_by(EVENTS.c.position)
+    .limit(bindparam("limit"))
 )
 FIND_PAYLOADS = select(BLOBS).where(BLOBS.c.position.in_(bindparam("positions", expanding=True)))
 FIND_SETS = select(SETS).where(SETS.c.digest.in_(bindparam("names", expanding=True)))

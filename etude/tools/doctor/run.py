@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -17,11 +18,13 @@ from etude.observe import format_number, make_console
 from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile
 from etude.recipes.diagnosis import RULES, Evidence, RunFinding, diagnose
+from etude.recipes.diagnosis.evidence import TaskRewards
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
 from etude.recipes.run.resume.session_log import read_sessions
-from etude.store import open_store
+from etude.store import Journal, RolloutState, TaskState, open_store
 from etude.tools.doctor.finding import count
 from etude.tools.metric_curves import check_steps
+from etude.tools.rollout_reader import RewardGetter, reward_of_options
 from etude.tools.run_images import missing_images
 
 SEVERE = 0.75
@@ -81,30 +84,51 @@ def examine(directory: Path) -> ExaminedRun:
         problems.append(f"Rules that need an option find nothing: {error}")
     if options.get("recipe") == "train" and metrics.last_step and not (directory / JOURNAL).is_file():
         problems.append(f"{JOURNAL} is missing, which held the rollouts of the run.")
-    problems += _find_missing_images(directory / JOURNAL)
+    tasks, damage = _read_journal(directory / JOURNAL, options)
+    problems += damage
     steps = sum(step > 0 for step in metrics.steps)
     if not steps:
         problems.append(f"{METRICS_FILE} has no step, so no rule could find anything.")
     sessions = read_sessions(directory)
     failure = sessions[-1].message if sessions and sessions[-1].how == "failed" else ""
-    return ExaminedRun(directory, steps, diagnose(Evidence(metrics, options)), problems, failure)
+    return ExaminedRun(directory, steps, diagnose(Evidence(metrics, options, tasks)), problems, failure)
 
 
-def _find_missing_images(path: Path) -> list[str]:
-    """Return a sentence about images that the journal names and lacks, or about a journal that cannot be read."""
+def _read_journal(path: Path, options: Mapping[str, Any]) -> tuple[list[TaskRewards], list[str]]:
+    """Return the rewards of each row, and the sentences about images that are missing and about damage."""
     if not path.is_file():
-        return []
+        return [], []
     try:
         with closing(open_store(path, read_only=True)) as store:
-            missing = missing_images(store)
+            return read_task_rewards(store, reward_of_options(options)), _find_missing_images(store)
     except EtudeError as error:
-        return [f"The images of {JOURNAL} cannot be checked: {error}"]
+        return [], [f"The tasks and the images of {JOURNAL} cannot be checked: {error}"]
+
+
+def _find_missing_images(store: Journal) -> list[str]:
+    missing = missing_images(store)
     if not missing:
         return []
     digest, place = next(iter(missing.items()))
     return [
         f"{JOURNAL} lacks {count(len(missing), 'image')} that it names, the first {digest} of {place}: such rollouts "
         "can be neither trained on again nor replayed. Bring the file back from a copy, with its -wal file."
+    ]
+
+
+def read_task_rewards(store: Journal, reward_of: RewardGetter) -> list[TaskRewards]:
+    """Return the rewards of each row that training used as a task, by row. Rollouts without a reward do not count."""
+    rows = {task.id: task.row for task in store.iter_states(TaskState, use="train")}
+    rewards: dict[int, list[float]] = defaultdict(list)
+    tasks: dict[int, set[int]] = defaultdict(set)
+    for state in store.iter_states(RolloutState, use="train"):
+        reward = reward_of(state)
+        if reward is not None:
+            rewards[rows[state.task]].append(reward)
+            tasks[rows[state.task]].add(state.task)
+    return [
+        TaskRewards(row, max(tasks[row]), len(tasks[row]), len(earned), min(earned), max(earned))
+        for row, earned in sorted(rewards.items())
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -88,3 +89,15 @@ def test_every_reader_sees_the_spans_of_a_turn(store: Journal) -> None:
     assert store.turns(0)[0].images == shown.images == store.first_turns([0])[0].images
     (events,) = store.read_rollouts([0])
     assert [event.turn.images for event in events if isinstance(event, TurnRecorded)] == [shown.images]
+
+
+def test_turns_with_images_are_read_without_the_others(store: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.store.journal.image_store.PAGE_TURNS", 2)
+    store.put_images([RED])
+    text = turn()
+    quoting = replace(text, completion=replace(text.completion, text='{"images":[["'))
+    for rollout in range(3):
+        store.append([*group(rollout), AttemptStarted(rollout, 0), TurnRecorded(rollout, 0, quoting)])
+        store.append([TurnRecorded(rollout, 0, showing(RED))])
+    found = [(rollout, json.loads(body)["turn"]["images"][0][0]) for rollout, body in store.image_turns()]
+    assert found == [(rollout, RED.ref.digest) for rollout in range(3)]
