@@ -27,7 +27,7 @@ from etude.agents.proxy.chat_completions import ChatCompletionsDialect
 from etude.agents.proxy.completions import CompletionsDialect, merge_responses, split_prompts
 from etude.agents.proxy.endpoint import ModelEndpoint, unknown_model_error
 from etude.agents.proxy.external import ExternalCall
-from etude.agents.proxy.openai import error_body, sse_event
+from etude.agents.proxy.openai import error_body, json_line, sse_event
 from etude.agents.proxy.request import APIDialect, APIError, ErrorKind, JSONObject
 from etude.agents.proxy.responses import ResponsesDialect
 from etude.agents.proxy.turn_recorder import ModelCall
@@ -330,9 +330,7 @@ def _refuse_constant(constant: str) -> NoReturn:
 
 
 def _json(body: JSONObject, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a response in JSON, with infinities as Python writes them: a model may write one into a call of a tool."""
-    data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    return Response(data, status, headers, "application/json")
+    return Response(json_line(body).encode(), status, headers, "application/json")
 
 
 def _error_response(dialect: APIDialect, refusal: APIError) -> Response:

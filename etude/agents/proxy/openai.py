@@ -45,6 +45,7 @@ ERROR_CODES: dict[ErrorKind, str] = {
     "timeout": "timeout",
 }
 TEXT_PART_TYPES = ("text", "input_text", "output_text")
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 IMAGE_PART_TYPES = ("image_url", "input_image")
 WITH_IMAGES = ("user", "tool")
 """The roles whose messages may have images."""
@@ -61,10 +62,18 @@ def error_body(refusal: APIError) -> JSONObject:
     return {"error": error}
 
 
+def json_line(body: JSONObject) -> str:
+    """Return JSON of one line, with infinities as Python writes them: a model may write one into a call of a tool.
+
+    Line ends of Unicode are escaped, since clients that read by lines, such as httpx, would divide the JSON there.
+    """
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
+
+
 def sse_event(body: JSONObject, name: str = "") -> bytes:
     """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"{head}data: {json_line(body)}\n\n".encode()
 
 
 def parse_message(data: Any, where: str, ignored_fields: IgnoredFields) -> Message:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from etude.agents.proxy.anthropic import AnthropicDialect
 from etude.agents.proxy.chat_completions import ChatCompletionsDialect
+from etude.agents.proxy.openai import sse_event
 from etude.agents.proxy.request import APIDialect, APIError, ModelRequest
 from etude.agents.proxy.request_fields import parse_request
 from etude.agents.proxy.responses import ResponsesDialect
@@ -126,3 +128,12 @@ def test_an_assistant_message_without_readable_parts_is_left_out(block: dict[str
     assert len(read(AnthropicDialect(), {**CLAUDE, "messages": [USER, beside, USER]}).messages) == 3
     silent = {"role": "assistant", "content": [{"type": "text", "text": ""}]}
     assert len(read(AnthropicDialect(), {**CLAUDE, "messages": [USER, silent, USER]}).messages) == 3, "it said nothing"
+
+
+# -- events, as clients divide them -----------------------------------------------------------------------------------
+
+
+def test_an_event_is_one_line_also_for_clients_that_know_the_line_ends_of_unicode() -> None:
+    body = {"text": "a\u2028b\x85c\u2029d\n"}
+    data, *rest = sse_event(body).decode().splitlines()
+    assert not any(rest) and json.loads(data.removeprefix("data: ")) == body
