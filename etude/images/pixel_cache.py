@@ -1,4 +1,8 @@
-"""The pixels of the images that were used last. Each image is read once for all that ask for it at the same time."""
+"""The images that were used last, in the size that a tower takes. Each is read once for all that ask for it together.
+
+An image of 1024 × 1024 takes 3 MB of the cache. Its pixels take 24, and are computed from it each time: that takes a
+fifth of the time of decoding and resizing.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,21 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from etude.images.decoding import open_image
-from etude.images.pixels import PixelReader, Pixels
+from etude.images.pixels import PixelReader, Pixels, ResizedImage
 
 MAX_BYTES = 2**29
-"""The most bytes of pixels that are kept: 512 MiB."""
+"""The most bytes of images that are kept: 512 MiB."""
 
 
 class PixelCache:
-    """Pixels by digest, the longest unused first. Any thread may call it."""
+    """Resized images by digest, the longest unused first. Any thread may call it."""
 
     def __init__(self, reader: PixelReader, max_bytes: int = MAX_BYTES) -> None:
         self.reader = reader
         self._max_bytes = max_bytes
         self._bytes = 0
         self._lock = threading.Lock()
-        self._pixels: OrderedDict[str, Future[Pixels]] = OrderedDict()
+        self._images: OrderedDict[str, Future[ResizedImage]] = OrderedDict()
 
     @classmethod
     def load(cls, directory: Path, max_pixels: int | None = None) -> PixelCache:
@@ -32,14 +36,18 @@ class PixelCache:
         return cls(PixelReader.load(directory, max_pixels))
 
     def read(self, digest: str, content: bytes | Callable[[], bytes], owner: str = "The image") -> Pixels:
-        """Return the pixels of an image. Raises `ImageError`, with the owner's name, if it cannot be read.
+        """Return the pixels of an image; see `resize`."""
+        return self.reader.compute(self.resize(digest, content, owner))
 
-        content: its bytes, or a function that returns them, which is called if the pixels are not kept.
+    def resize(self, digest: str, content: bytes | Callable[[], bytes], owner: str = "The image") -> ResizedImage:
+        """Return an image as the tower takes it. Raises `ImageError`, with the owner's name, if it cannot be read.
+
+        content: its bytes, or a function that returns them, which is called if the image is not kept.
         """
         with self._lock:
-            known = self._pixels.get(digest)
-            future = self._pixels.setdefault(digest, Future())
-            self._pixels.move_to_end(digest)
+            known = self._images.get(digest)
+            future = self._images.setdefault(digest, Future())
+            self._images.move_to_end(digest)
         if known is None:
             self._read(digest, content, owner, future)
         return future.result()
@@ -50,19 +58,21 @@ class PixelCache:
         open_image(content).save(file, "PNG", compress_level=1)
         return file.getvalue()
 
-    def _read(self, digest: str, content: bytes | Callable[[], bytes], owner: str, future: Future[Pixels]) -> None:
+    def _read(
+        self, digest: str, content: bytes | Callable[[], bytes], owner: str, future: Future[ResizedImage]
+    ) -> None:
         try:
-            pixels = self.reader.read(open_image(content if isinstance(content, bytes) else content(), owner))
+            image = self.reader.resize(open_image(content if isinstance(content, bytes) else content(), owner))
         except BaseException as error:
             with self._lock:
-                del self._pixels[digest]
+                del self._images[digest]
             future.set_exception(error)
             return
-        future.set_result(pixels)
+        future.set_result(image)
         with self._lock:
-            self._bytes += pixels.num_bytes
+            self._bytes += image.parts.nbytes
             while self._bytes > self._max_bytes:
-                others = (other for other, each in self._pixels.items() if each.done() and other != digest)
+                others = (other for other, each in self._images.items() if each.done() and other != digest)
                 if (oldest := next(others, None)) is None:
                     break
-                self._bytes -= self._pixels.pop(oldest).result().num_bytes
+                self._bytes -= self._images.pop(oldest).result().parts.nbytes

@@ -1,18 +1,26 @@
-"""Pixels as the processors of transformers prepare them: Pillow and numpy alone, bit for bit."""
+"""Pixels as the processors of transformers prepare them: Pillow and numpy alone, bit for bit.
+
+    picture ──resize──► colours as bytes ──compute──► numbers, laid out in patches
+
+Resizing takes most of the time, and the numbers most of the memory: four bytes a colour, for each time step. So what
+is worth keeping is the middle.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from etude.errors import ConfigError
 from etude.images.layouts import FixedCount, ImageLayout, PatchGrid, Settings, Tiles, read_image_layout, read_processor
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,10 +34,15 @@ class Pixels:
     grid: tuple[int, int, int] | None = None
     """The features' extent in time, rows and columns, for a model that places them on a grid."""
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of the arrays."""
-        return sum(array.nbytes for array in self.arrays.values())
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResizedImage:
+    """One image in the size that a vision tower takes."""
+
+    parts: NDArray[np.uint8]  # [N, height, width, 3]: its tiles and the whole image as the last; without tiles one
+    features: int
+    """As `Pixels` has them; so is the grid."""
+    grid: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,57 +64,84 @@ class PixelReader:
 
     def read(self, image: Image.Image) -> Pixels:
         """Return the pixels of an image in RGB, as `open_image` returns it."""
+        return self.compute(self.resize(image))
+
+    def resize(self, image: Image.Image) -> ResizedImage:
+        """Return an image in RGB in the size that the tower takes."""
         match self.layout:
             case PatchGrid():
-                return self._read_patches(image, self.layout)
+                rows, columns = self.layout.squares(image.width, image.height)
+                square = self.layout.square
+                part = np.asarray(self._resized(image, columns * square, rows * square))
+                return ResizedImage(part[None], rows * columns, (1, rows, columns))
             case Tiles():
-                return self._read_tiles(image, self.layout)
+                parts = np.stack(list(map(np.asarray, self._cut_tiles(image, self.layout))))
+                return ResizedImage(parts, len(parts) * self.layout.tokens)
             case FixedCount():
                 size = self.processor["size"]
-                values = self._normalize(self._resize(image, size["width"], size["height"]))
-                return Pixels({"pixel_values": values[None]}, self.layout.tokens)
+                part = np.asarray(self._resized(image, size["width"], size["height"]))
+                return ResizedImage(part[None], self.layout.tokens)
         raise AssertionError(f"no reader for {self.layout}")
 
-    def _resize(self, image: Image.Image, width: int, height: int) -> Image.Image:
+    def compute(self, image: ResizedImage) -> Pixels:
+        """Return the pixels of an image that was resized."""
+        match self.layout:
+            case PatchGrid():
+                arrays = self._compute_patches(image)
+            case Tiles():
+                arrays = {
+                    "pixel_values": self._compute_parts(image),
+                    "pixel_attention_mask": np.ones(image.parts.shape[:3], np.int64),
+                }
+            case _:
+                arrays = {"pixel_values": self._compute_parts(image)}
+        return Pixels(arrays, image.features, image.grid)
+
+    def _resized(self, image: Image.Image, width: int, height: int) -> Image.Image:
         return image.resize((width, height), resample=self.processor["resample"])
 
-    def _normalize(self, image: Image.Image) -> NDArray[np.float32]:
-        """[3, height, width]: the colours, scaled and normalized in the types that transformers does it in."""
-        values = (np.asarray(image).astype(np.float64) * self.processor["rescale_factor"]).astype(np.float32)
+    def _cut_tiles(self, image: Image.Image, layout: Tiles) -> Iterator[Image.Image]:
+        """Yield the tiles of an image line by line, if it has some, and the whole image in the size of one."""
+        side = layout.tile
+        width, height = layout.longest_size(image.width, image.height)
+        image = self._resized(image, width, height)
+        rows, columns = layout.tiles_of(width, height) if layout.splits else (0, 0)
+        if rows:
+            image = self._resized(image, columns * side, rows * side)
+        for row in range(rows):
+            for column in range(columns):
+                yield image.crop((column * side, row * side, (column + 1) * side, (row + 1) * side))
+        yield self._resized(image, side, side)
+
+    def _normalized_levels(self) -> NDArray[np.float32]:
+        """[3, 256]: the number of each level of each colour, in the types that transformers computes it in."""
+        levels = np.repeat(np.arange(256, dtype=np.float64)[:, None], 3, axis=1)
+        values = (levels * self.processor["rescale_factor"]).astype(np.float32)
         values -= np.array(self.processor["image_mean"], np.float32)
         values /= np.array(self.processor["image_std"], np.float32)
-        return np.ascontiguousarray(values.transpose(2, 0, 1))
+        return np.ascontiguousarray(values.T)
 
-    def _read_patches(self, image: Image.Image, layout: PatchGrid) -> Pixels:
+    def _compute_parts(self, image: ResizedImage) -> NDArray[np.float32]:
+        """[N, 3, height, width]: the numbers of each part."""
+        count, height, width, _ = image.parts.shape
+        values = np.empty((count, 3, height, width), np.float32)
+        for colour, numbers in enumerate(self._normalized_levels()):
+            values[:, colour] = np.take(numbers, image.parts[..., colour], mode="clip")
+        return values
+
+    def _compute_patches(self, image: ResizedImage) -> dict[str, NDArray[Any]]:
         """The patches of each square together, square by square, each patch for all its time steps."""
-        rows, columns = layout.squares(image.width, image.height)
-        values = self._normalize(self._resize(image, columns * layout.square, rows * layout.square))
         patch = self.processor["patch_size"]
         merge = self.processor["merge_size"]
         times = self.processor["temporal_patch_size"]
-        cells = values.reshape(3, rows, merge, patch, columns, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
-        cells = np.broadcast_to(cells[:, :, :, :, :, None], (*cells.shape[:5], times, patch, patch))
-        arrays: dict[str, NDArray[Any]] = {
-            "pixel_values": cells.reshape(rows * columns * merge**2, 3 * times * patch**2),
+        assert image.grid is not None, "a grid of patches has rows and columns"
+        _, rows, columns = image.grid
+        cells = image.parts.reshape(rows, merge, patch, columns, merge, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        patches = cells.reshape(rows * columns * merge**2, 3, patch**2)
+        values = np.empty((len(patches), 3, times, patch**2), np.float32)
+        for colour, numbers in enumerate(self._normalized_levels()):
+            values[:, colour] = np.take(numbers, patches[:, colour], mode="clip")[:, None]
+        return {
+            "pixel_values": values.reshape(len(patches), -1),
             "image_grid_thw": np.array([[1, rows * merge, columns * merge]], np.int64),
         }
-        return Pixels(arrays, rows * columns, (1, rows, columns))
-
-    def _read_tiles(self, image: Image.Image, layout: Tiles) -> Pixels:
-        side = layout.tile
-        width, height = layout.longest_size(image.width, image.height)
-        image = self._resize(image, width, height)
-        rows, columns = layout.tiles_of(width, height) if layout.splits else (0, 0)
-        if rows:
-            image = self._resize(image, columns * side, rows * side)
-        parts = [
-            image.crop((column * side, row * side, (column + 1) * side, (row + 1) * side))
-            for row in range(rows)
-            for column in range(columns)
-        ]
-        parts.append(self._resize(image, side, side))
-        arrays: dict[str, NDArray[Any]] = {
-            "pixel_values": np.stack([self._normalize(part) for part in parts]),
-            "pixel_attention_mask": np.ones((len(parts), side, side), np.int64),
-        }
-        return Pixels(arrays, len(parts) * layout.tokens)

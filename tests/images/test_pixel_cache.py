@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from etude.errors import ImageError
 from etude.images import image_digest
 from etude.images.pixel_cache import PixelCache
-from etude.images.pixels import PixelReader, Pixels
+from etude.images.pixels import PixelReader, ResizedImage
 from tests.rollout.shown import png
 from tests.vlms import make_vlm
 
@@ -20,10 +21,10 @@ class Counted(PixelReader):
 
     read_images = 0
 
-    def read(self, image: Image.Image) -> Pixels:
-        """Read an image."""
+    def resize(self, image: Image.Image) -> ResizedImage:
+        """Resize an image."""
         Counted.read_images += 1
-        return super().read(image)
+        return super().resize(image)
 
 
 def test_an_image_is_read_once_for_all_threads_and_again_after_it_was_dropped() -> None:
@@ -33,7 +34,7 @@ def test_an_image_is_read_once_for_all_threads_and_again_after_it_was_dropped() 
     one, *others = images
     cache = PixelCache(reader, max_bytes=2 * bytes_of(images[one]))
     with ThreadPoolExecutor(8) as threads:
-        assert len({id(pixels) for pixels in threads.map(lambda _: cache.read(one, images[one]), range(16))}) == 1
+        assert len({id(image) for image in threads.map(lambda _: cache.resize(one, images[one]), range(16))}) == 1
     assert Counted.read_images == 1
     for digest in (*others, *others, one):
         cache.read(digest, images[digest])
@@ -41,9 +42,10 @@ def test_an_image_is_read_once_for_all_threads_and_again_after_it_was_dropped() 
 
 
 def bytes_of(content: bytes) -> int:
-    """Return the bytes of an image's pixels."""
+    """Return the bytes that an image takes: one for each colour of a pixel, and none for its pixels."""
     cache = PixelCache(PixelReader.load(make_vlm("qwen3_vl")))
-    return cache.read(image_digest(content), content).num_bytes
+    pixels = cache.read(image_digest(content), content)
+    return sum(array.nbytes for array in pixels.arrays.values() if array.dtype == np.float32) // 8
 
 
 def test_an_image_that_cannot_be_read_fails_each_time() -> None:
