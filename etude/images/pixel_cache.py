@@ -6,16 +6,25 @@ fifth of the time of decoding and resizing.
 
 from __future__ import annotations
 
+import asyncio
 import io
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 from etude.images.decoding import open_image
 from etude.images.pixels import PixelReader, Pixels, ResizedImage
 
+T = TypeVar("T")
+Content: TypeAlias = bytes | Callable[[], bytes]
+"""The bytes of an image, or a function that returns them, which is called if the image is not kept."""
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""The most images that are read at a time: more would only take memory."""
 MAX_BYTES = 2**29
 """The most bytes of images that are kept: 512 MiB."""
 
@@ -28,6 +37,7 @@ class PixelCache:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(CORES, thread_name_prefix="etude-images")
         self._images: OrderedDict[str, Future[ResizedImage]] = OrderedDict()
 
     @classmethod
@@ -35,15 +45,20 @@ class PixelCache:
         """Return a cache for the model in a directory. max_pixels: as for `PixelReader.load`."""
         return cls(PixelReader.load(directory, max_pixels))
 
-    def read(self, digest: str, content: bytes | Callable[[], bytes], owner: str = "The image") -> Pixels:
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run something that reads images on a thread for it. There are as many as cores."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def read_all(self, contents: Mapping[str, Content]) -> list[Pixels]:
+        """Return the pixels of images, read side by side. contents: by digest."""
+        return list(self._threads.map(self.read, contents.keys(), contents.values()))
+
+    def read(self, digest: str, content: Content, owner: str = "The image") -> Pixels:
         """Return the pixels of an image; see `resize`."""
         return self.reader.compute(self.resize(digest, content, owner))
 
-    def resize(self, digest: str, content: bytes | Callable[[], bytes], owner: str = "The image") -> ResizedImage:
-        """Return an image as the tower takes it. Raises `ImageError`, with the owner's name, if it cannot be read.
-
-        content: its bytes, or a function that returns them, which is called if the image is not kept.
-        """
+    def resize(self, digest: str, content: Content, owner: str = "The image") -> ResizedImage:
+        """Return an image as the tower takes it. Raises `ImageError`, with the owner's name, if it cannot be read."""
         with self._lock:
             known = self._images.get(digest)
             future = self._images.setdefault(digest, Future())
@@ -58,9 +73,7 @@ class PixelCache:
         open_image(content).save(file, "PNG", compress_level=1)
         return file.getvalue()
 
-    def _read(
-        self, digest: str, content: bytes | Callable[[], bytes], owner: str, future: Future[ResizedImage]
-    ) -> None:
+    def _read(self, digest: str, content: Content, owner: str, future: Future[ResizedImage]) -> None:
         try:
             image = self.reader.resize(open_image(content if isinstance(content, bytes) else content(), owner))
         except BaseException as error:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from etude.errors import ConfigError
-from etude.images.pixel_cache import PixelCache
+from etude.images.pixels import PixelReader
 from etude.models import EngineModel, Model
 from etude.models.routes import RouteShape
 from etude.observe import Last, Metrics, Min
@@ -50,12 +50,12 @@ class EngineSteps:
         *,
         version: int,
         routes: RouteShape | None = None,
-        pixels: PixelCache | None = None,
+        images: PixelReader | None = None,
     ) -> None:
-        """routes: the size of the choices of experts to keep; None keeps none. pixels: of a model that takes images."""
+        """routes: the size of the choices of experts to keep; None keeps none. images: of a model that takes images."""
         self._model = model
         self._routes = routes
-        self.features = FeatureCache(pixels)
+        self.features = FeatureCache(images)
         self._config = config
         self._num_blocks = count_blocks(model, config)
         self._has_static = has_static_steps(model, config)

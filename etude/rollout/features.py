@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from etude.errors import EngineError
-from etude.images.pixel_cache import PixelCache
+from etude.images.pixels import PixelReader, ResizedImage
 from etude.models import Model
 from etude.models.vision import Features, PassImages, place_features
-from etude.rollout.request import RequestImages
 from etude.rollout.scheduler import ScheduledWork
 
 MAX_FEATURES = 2**16
@@ -26,11 +25,11 @@ class FeatureCache:
     An image is always encoded alone, so that its features have the same bits beside any other images of a step.
     """
 
-    def __init__(self, pixels: PixelCache | None, max_features: int = MAX_FEATURES) -> None:
-        """pixels: of a model that takes images."""
+    def __init__(self, reader: PixelReader | None, max_features: int = MAX_FEATURES) -> None:
+        """reader: of a model that takes images."""
         self.encoded = 0
         """The number of times that an image went through the tower."""
-        self._pixels = pixels
+        self._reader = reader
         self._max_features = max_features
         self._features: OrderedDict[str, Features] = OrderedDict()
 
@@ -40,7 +39,7 @@ class FeatureCache:
 
     def for_pass(self, works: Sequence[ScheduledWork], model: Model) -> PassImages | None:
         """Return the features that the tokens of a pass take, in the order of its works; None without image tokens."""
-        if self._pixels is None or all(work.request.images is None for work in works):
+        if self._reader is None or all(work.request.images is None for work in works):
             return None
         image: list[NDArray[np.int64]] = []
         feature: list[NDArray[np.int64]] = []
@@ -58,7 +57,7 @@ class FeatureCache:
                     digest = shown.digests[index]
                     if digest not in places:
                         places[digest] = len(parts)
-                        parts.append(self._find(digest, shown, model))
+                        parts.append(self._find(digest, shown.resized[index], model))
                     of_token[: len(own)][own == index] = places[digest]
             image.append(of_token)
             feature.append(of_feature)
@@ -71,11 +70,11 @@ class FeatureCache:
             Features.joined(parts), torch.from_numpy(tokens).to(device), torch.from_numpy(rows).to(device)
         )
 
-    def _find(self, digest: str, shown: RequestImages, model: Model) -> Features:
+    def _find(self, digest: str, image: ResizedImage, model: Model) -> Features:
         features = self._features.get(digest)
         if features is None:
-            assert self._pixels is not None, "an engine without a reader of images has refused the request"
-            features = model.encode_images([self._pixels.read(digest, shown.contents[digest])])
+            assert self._reader is not None, "an engine without a reader of images has refused the request"
+            features = model.encode_images([self._reader.compute(image)])
             if not bool(torch.isfinite(features.main).all()):
                 raise EngineError(
                     "The features of an image are not numbers. The tower's weights have diverged, or do not fit its "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from etude.errors import ConfigError, DataError
 from etude.images import ImageSpan, PromptImages, check_features, check_spans
 from etude.images.pixel_cache import PixelCache
-from etude.images.pixels import PixelReader, Pixels
+from etude.images.pixels import PixelReader, ResizedImage
 from etude.models import Model
 from etude.models.vision import axes_positions
 from etude.rollout.request import RequestImages, refuse_images
@@ -47,22 +47,22 @@ class ImageReader:
         """
         spans = check_spans("The prompt", images.spans, length)
         digests = tuple(dict.fromkeys(span.digest for span in spans))
-        pixels: list[Pixels] = []
+        resized: list[ResizedImage] = []
         for place, digest in enumerate(digests, start=1):
             if digest not in images.contents:
                 raise DataError(f"The bytes of image {place} of the prompt are missing. Pass them in `contents`.")
-            pixels.append(self.pixels.read(digest, images.contents[digest], f"Image {place} of the prompt"))
-        check_features(spans, {digest: each.features for digest, each in zip(digests, pixels, strict=True)})
+            resized.append(self.pixels.resize(digest, images.contents[digest], f"Image {place} of the prompt"))
+        check_features(spans, {digest: each.features for digest, each in zip(digests, resized, strict=True)})
         image = np.full(length, -1, np.int64)
         feature = np.zeros(length, np.int64)
         for span in spans:
             image[span.start : span.stop] = digests.index(span.digest)
             feature[span.start : span.stop] = np.arange(span.first, span.first + span.stop - span.start)
-        grids = [each.grid for each in pixels if each.grid is not None]
+        grids = [each.grid for each in resized if each.grid is not None]
         axes = axes_positions(image, feature, grids) if grids else None
         return RequestImages(
             digests,
-            {digest: images.contents[digest] for digest in digests},
+            tuple(resized),
             image,
             feature,
             np.array([self._numbers.find(digest) for digest in digests], np.int32),
@@ -75,7 +75,7 @@ class ImageReader:
 async def read_images(
     reader: ImageReader | None, model: Model, length: int, images: PromptImages | None
 ) -> RequestImages | None:
-    """Read the images of a prompt of this length on a worker thread; None without images.
+    """Read the images of a prompt of this length on a thread for it; None without images.
 
     Raises if they cannot be read, do not fit the prompt, or the model takes none. reader: the model's.
     """
@@ -85,7 +85,7 @@ async def read_images(
         refuse_images(images)
     if reader is None:
         raise ConfigError("This engine was made without a reader of images: make it with `images=`.")
-    return await asyncio.to_thread(reader.read, length, images, both_ways=model.attends_both_ways)
+    return await reader.pixels.run(partial(reader.read, length, images, both_ways=model.attends_both_ways))
 
 
 def _reach(length: int, spans: Sequence[ImageSpan]) -> NDArray[np.int64]:

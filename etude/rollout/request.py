@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from etude.chat.stop_strings import StopStringFilter
 from etude.errors import ConfigError, DataError
 from etude.images import PromptImages
+from etude.images.pixels import ResizedImage
 from etude.records import Completion, SamplingParams
 from etude.rollout.block_pool import NO_SLOT, ROOT
 from etude.rollout.sampling import DrawnToken, Likeliest, SamplingState
@@ -52,7 +53,8 @@ class RequestImages:
     """The images of a prompt, as the engine computes them."""
 
     digests: tuple[str, ...]
-    contents: Mapping[str, bytes]
+    resized: tuple[ResizedImage, ...]
+    """The images themselves. They stay with the request, so that the engine's thread never decodes one."""
     image: NDArray[np.int64]  # [P]: the place of each token's image among the digests, −1 for none
     feature: NDArray[np.int64]  # [P]: its place among the image's features
     numbers: NDArray[np.int32]

@@ -12,7 +12,7 @@ from etude.images import ImageSpan, PromptImages, check_features
 
 if TYPE_CHECKING:  # they load Pillow, which the options of servers do not need
     from etude.images.pixel_cache import PixelCache
-    from etude.images.pixels import Pixels
+    from etude.images.pixels import ResizedImage
 
 TEXT_ALONE = "The conversation has an image, and this model takes text alone. Give a vision-language model."
 MAX_SENT = 4096
@@ -86,15 +86,15 @@ class ServedImages:
         """Return the name of an image's features at the server."""
         return digest + self.weights
 
-    def read(self, digest: str, place: int) -> Pixels:
-        """Return the pixels of an image, which is at this place in the prompt, from 1."""
+    def resize(self, digest: str, place: int) -> ResizedImage:
+        """Return an image, which is at this place in the prompt, from 1, as the tower takes it."""
         if digest not in self.prompt.contents:
             raise DataError(f"The bytes of image {place} of the prompt are missing. Pass them in `contents`.")
-        return self.support.pixels.read(digest, self.prompt.contents[digest], f"Image {place} of the prompt")
+        return self.support.pixels.resize(digest, self.prompt.contents[digest], f"Image {place} of the prompt")
 
-    def read_all(self) -> dict[str, Pixels]:
-        """Return the pixels of all images by digest; raise if an image has more or fewer features than tokens."""
+    def resize_all(self) -> dict[str, ResizedImage]:
+        """Return all images by digest; raise if an image has more or fewer features than tokens."""
         digests = dict.fromkeys(span.digest for span in self.spans)
-        pixels = {digest: self.read(digest, place) for place, digest in enumerate(digests, start=1)}
-        check_features(self.spans, {digest: each.features for digest, each in pixels.items()})
-        return pixels
+        resized = {digest: self.resize(digest, place) for place, digest in enumerate(digests, start=1)}
+        check_features(self.spans, {digest: each.features for digest, each in resized.items()})
+        return resized

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import math
 import subprocess
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -217,7 +217,7 @@ class SglangBackend(SglangWeights):
         if sampling.version is not None:
             body["lora_path"] = adapter_name(sampling.version)
         if images is not None:
-            body |= await asyncio.to_thread(describe_images, prompt, images)
+            body |= await images.support.pixels.run(partial(describe_images, prompt, images))
         async with aclosing(client.stream_events("/generate", body)) as events:
             async for read, event in events:
                 if images is not None:

@@ -58,11 +58,11 @@ def describe_images(prompt: Sequence[int], images: ServedImages) -> dict[str, An
             "`vision.train=true` changes the features of images, and SGLang keeps them by their pixels alone. Set "
             "`vision.train=false`, or choose `rollout=vllm` or `rollout=embedded`."
         )
-    pixels = images.read_all()
-    if any(span.stop - span.start != pixels[span.digest].features for span in images.spans):
+    resized = images.resize_all()
+    if any(span.stop - span.start != resized[span.digest].features for span in images.spans):
         raise DataError("SGLang takes an image's features in one run, and the prompt has them in several.")
     support, contents = images.support, images.prompt.contents
-    pictures = {digest: base64.b64encode(support.pixels.as_png(contents[digest])).decode() for digest in pixels}
+    pictures = {digest: base64.b64encode(support.pixels.as_png(contents[digest])).decode() for digest in resized}
     return {
         "input_ids": collapse(prompt, images.spans),
         "image_data": [pictures[span.digest] for span in images.spans],

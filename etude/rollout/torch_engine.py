@@ -80,8 +80,8 @@ class TorchEngine:
         routes = model.control_routers("train.router_replay=r3") if records_routes else None
         self._keeps_routes = records_routes
         self._images = images
-        pixels = None if images is None else images.pixels
-        self._steps = EngineSteps(model, config, version=version, routes=routes, pixels=pixels)
+        reader = None if images is None else images.pixels.reader
+        self._steps = EngineSteps(model, config, version=version, routes=routes, images=reader)
         self._resident = EngineModel(model, merge=merge, prepack=config.prepack)
         self._commands = EngineCommands()
         self._paused = False

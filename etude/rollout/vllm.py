@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
@@ -10,6 +9,7 @@ import math
 import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -241,7 +241,8 @@ async def _events(
     omits = False
     for send_all in (False, True):
         if images is not None:
-            body["features"], omits = await asyncio.to_thread(describe_images, images, send_all=send_all)
+            describe = partial(describe_images, images, send_all=send_all)
+            body["features"], omits = await images.support.pixels.run(describe)
         try:
             async with aclosing(client.stream_events(GENERATE, body)) as events:
                 async for event in events:

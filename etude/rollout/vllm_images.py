@@ -79,12 +79,17 @@ def describe_images(images: ServedImages, *, send_all: bool) -> tuple[dict[str, 
 
     send_all: leave out none. Raises if an image has more or fewer features than tokens.
     """
-    pixels = images.read_all()
+    resized = images.resize_all()
     for span in images.spans:
-        if span.stop - span.start != pixels[span.digest].features:
+        if span.stop - span.start != resized[span.digest].features:
             raise DataError("vLLM takes an image's features in one run, and the prompt has them in several.")
-    omitted = {digest for digest in pixels if images.key(digest) in images.sent and not send_all}
-    items = {digest: _encode(each, images.support.dtype) for digest, each in pixels.items() if digest not in omitted}
+    omitted = {digest for digest in resized if images.key(digest) in images.sent and not send_all}
+    compute = images.support.pixels.reader.compute
+    items = {
+        digest: _encode(compute(each), images.support.dtype)
+        for digest, each in resized.items()
+        if digest not in omitted
+    }
     described = {
         "mm_hashes": {"image": [images.key(span.digest) for span in images.spans]},
         "mm_placeholders": {

@@ -60,9 +60,8 @@ def compute_hidden(model: Model, pack: Pack, pixels: PixelCache | None) -> Tenso
             f"The rows show {len(pack.images.contents)} images, and this model takes text alone. Give a "
             f"vision-language model, or rows without images."
         )
-    positions, images = _encode(
-        model, pack, pack.images, [pixels.read(each.digest, each.read) for each in pack.images.contents]
-    )
+    shown = pixels.read_all({each.digest: each.read for each in pack.images.contents})
+    positions, images = _encode(model, pack, pack.images, shown)
     attend = PackedAttention(split_images(pack) if model.attends_both_ways else pack)
     return model.hidden(pack.ids, positions, attend, images)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from etude.errors import ConfigError, DataError, ImageError
 from etude.images import ImageSpan, PromptImages
+from etude.images.pixels import PixelReader, ResizedImage
 from etude.records import Completion, SamplingParams
 from etude.rollout.image_reader import ImageReader
 from etude.rollout.torch_engine import TorchEngine
@@ -24,6 +28,17 @@ RED, BLUE, TALL, SMALL = png(0, 50, 40), png(3, 50, 40), png(1, 30, 90), png(2, 
 CLOSE = 1e-5
 
 Prompt = tuple[Ids, PromptImages | None]
+
+
+class Watched(PixelReader):
+    """A reader that notes the threads on which it reads images."""
+
+    threads: ClassVar[list[str]] = []
+
+    def resize(self, image: Image.Image) -> ResizedImage:
+        """Resize an image."""
+        Watched.threads.append(threading.current_thread().name)
+        return super().resize(image)
 
 
 def prompts_of(shown: Shown) -> list[Prompt]:
@@ -88,7 +103,9 @@ def test_preempted_requests_and_dropped_features_change_nothing(family: str) -> 
     prompts = [*prompts_of(shown), shown.prompt("look ", SMALL, " at two ", TALL, "\n")]
     longest = max(len(ids) for ids, _ in prompts)
     blocks = -(-(longest + 24) // 8) + 4
-    reader = ImageReader(shown.reader)
+    reader = ImageReader(Watched(shown.reader.layout, shown.reader.processor))
+    reader.pixels._max_bytes = 1
+    Watched.threads.clear()
     options = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 24}
     with engine_of(shown.model, images=reader, blocks=blocks, **options) as engine:
         engine._steps.features._max_features = 1
@@ -96,6 +113,7 @@ def test_preempted_requests_and_dropped_features_change_nothing(family: str) -> 
         crowded = asyncio.run(answer(engine, prompts, tokens=24))
         assert engine.stats().reduce()["engine/preemptions"] > 0
         assert engine._steps.features.encoded > 4
+        assert len(Watched.threads) > 4 and {name.partition("_")[0] for name in Watched.threads} == {"etude-images"}
     with engine_of(shown.model, images=reader) as engine:
         for place, given in enumerate(crowded):
             ids, images = prompts[place // 2]
