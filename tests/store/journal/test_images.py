@@ -98,6 +98,6 @@ def test_turns_with_images_are_read_without_the_others(store: Journal, monkeypat
     quoting = replace(text, completion=replace(text.completion, text='{"images":[["'))
     for rollout in range(3):
         store.append([*group(rollout), AttemptStarted(rollout, 0), TurnRecorded(rollout, 0, quoting)])
-        store.append([TurnRecorded(rollout, 0, showing(RED))])
+        store.append([TurnRecorded(rollout, 0, replace(showing(RED), index=1))])
     found = [(rollout, json.loads(body)["turn"]["images"][0][0]) for rollout, body in store.image_turns()]
     assert found == [(rollout, RED.ref.digest) for rollout in range(3)]
