@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import subprocess
@@ -136,9 +137,11 @@ def chromium(folder: Path) -> Iterator[Browser]:
     """Yield a browser that ends with the block. folder: for its profile."""
     to_browser, from_browser = os.pipe(), os.pipe()
 
-    def connect() -> None:  # the protocol is on the descriptors 3 and 4
-        os.dup2(to_browser[0], 3)
-        os.dup2(from_browser[1], 4)
+    def connect() -> None:  # the protocol is on the descriptors 3 and 4, which any of the pipes may have now
+        receive = fcntl.fcntl(to_browser[0], fcntl.F_DUPFD_CLOEXEC, 5)
+        send = fcntl.fcntl(from_browser[1], fcntl.F_DUPFD_CLOEXEC, 5)
+        os.dup2(receive, 3)
+        os.dup2(send, 4)
 
     command = [require_chromium(), *FLAGS, f"--user-data-dir={folder}", "about:blank"]
     environment = {**os.environ, "HOME": str(folder)}
