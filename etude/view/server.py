@@ -41,6 +41,7 @@ from etude.view.catalog import RunCatalog
 from etude.view.changes import MOST_STREAMS, ChangeWatcher
 from etude.view.images import decode_image, read_stored
 from etude.view.queries.curves import list_steps, phase_times, read_curves
+from etude.view.queries.evaluation import read_evaluation
 from etude.view.queries.lanes import read_lanes
 from etude.view.queries.replay import read_replay_page
 from etude.view.queries.rollout import Pick, pick_rollout, read_group, read_rollout_page, read_tokens
@@ -52,7 +53,7 @@ from etude.view.queries.store import read_store
 from etude.view.queries.task import read_task
 from etude.view.replies import Table, describe_error, to_csv, to_json
 
-PAGES = ("", "run", "store", "step", "group", "rollout", "compare", "task", "search", "replay")
+PAGES = ("", "run", "store", "step", "evaluation", "group", "rollout", "compare", "task", "search", "replay")
 """The paths that answer the document of the pages."""
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -218,6 +219,19 @@ def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
     ) -> Response:
         with catalog.reader(run) as reader:
             page = read_step(reader, step)
+        return _answer(page) if as_ == "json" else _answer_table(getattr(page, table), as_)
+
+    @app.get("/api/evaluation")
+    def evaluation(
+        run: RunName,
+        step: Number | None = None,
+        source: Annotated[str, Query(max_length=1000)] = "",
+        first: Annotated[int, Query(alias="from", ge=0, lt=2**63)] = 0,
+        as_: Annotated[As, Query(alias="as")] = "json",
+        table: Literal["scores", "answers"] = "answers",
+    ) -> Response:
+        with catalog.reader(run) as reader:
+            page = read_evaluation(reader, step, source, first)
         return _answer(page) if as_ == "json" else _answer_table(getattr(page, table), as_)
 
     @app.get("/api/search")

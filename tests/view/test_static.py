@@ -16,7 +16,7 @@ VENDORED = {
     "uplot.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
 }
 """SHA-256 of the files as the packages have them; `LICENSES.txt` names the packages."""
-MOST_LINES = 2870
+MOST_LINES = 2905
 FORBIDDEN = re.compile(
     r"https?://|innerHTML|outerHTML|insertAdjacent|dangerouslySet|\beval\(|new Function|document\.write"
 )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 
 from etude.errors import CollectionError
@@ -137,3 +138,25 @@ def evaluation_number(store: Journal, evaluation_id: str) -> int:
     if number not in taken:
         store.append([EvaluationNumbered(evaluation_id, number)])
     return number
+
+
+def find_evaluations(store: Journal) -> dict[int, int]:
+    """Return the first ordinal of the tasks that scored each step, by step. Of several ways of scoring, the newest one
+    counts."""
+    numbered = [event for _, event in store.read(kinds=(EvaluationNumbered,))]
+    ways = [event.number for event in numbered if isinstance(event, EvaluationNumbered)]
+    found: dict[int, tuple[int, int]] = {}
+    after = _FIRST_ORDINAL - 1
+    while (task := next(store.iter_states(TaskState, after, use="val"), None)) is not None:
+        first = task.id - task.id % MOST_TASKS
+        number, step = divmod((first - _FIRST_ORDINAL) // MOST_TASKS, MOST_STEPS)
+        age = ways.index(number) if number in ways else -1
+        found[step] = max(found.get(step, (age, first)), (age, first))
+        after = first + MOST_TASKS - 1
+    return {step: first for step, (_, first) in found.items()}
+
+
+def evaluation_tasks(store: Journal, first: int) -> list[TaskState]:
+    """Return the tasks that scored a step, by row and by answer. first: their first ordinal."""
+    tasks = store.iter_states(TaskState, first - 1, use="val")
+    return list(takewhile(lambda task: task.id < first + MOST_TASKS, tasks))

@@ -79,8 +79,8 @@ def read_step(reader: RunReader, step: int) -> StepPage:
         [*steps[max(0, position - 1) : position], *steps[position + 1 : position + 2]],
         None if admitted is None else admitted.version,
         _metrics_of(reader, step),
-        group_table(rows, list(tasks.values()), _group_prompts(reader, rows, tasks)),
-        _rollout_table(rows),
+        group_table(rows, list(tasks.values()), first_prompts(reader, rows, tasks)),
+        rollout_table(rows),
         None if admitted is None else step_replays(reader, step),
     )
 
@@ -176,7 +176,7 @@ def _metrics_of(reader: RunReader, step: int) -> dict[str, float]:
     return {name: value for name, value in found if value == value}
 
 
-def _group_prompts(reader: RunReader, rows: Sequence[RolloutRow], tasks: Mapping[int, TaskState]) -> dict[int, str]:
+def first_prompts(reader: RunReader, rows: Sequence[RolloutRow], tasks: Mapping[int, TaskState]) -> dict[int, str]:
     """Return the last message before the first answer to each task, shortened."""
     prompts = reader.prompts
     begun = {row.state.task: row.state.id for row in reversed(rows) if row.turns}
@@ -226,7 +226,7 @@ def group_table(rows: Sequence[RolloutRow], tasks: Sequence[TaskState], prompts:
     return Table(columns)
 
 
-def _rollout_table(rows: Sequence[RolloutRow]) -> Table:
+def rollout_table(rows: Sequence[RolloutRow]) -> Table:
     """Return a row for each rollout, with a column for each part of the reward."""
     parts = dict.fromkeys(name for row in rows if row.state.last is not None for name in row.state.last.parts)
     columns: dict[str, list[Any]] = {

@@ -2,6 +2,7 @@
 
 import { address, Search } from "./base.js";
 import { ComparePage } from "./compare.js";
+import { EvaluationPage } from "./evaluation.js";
 import { GroupPage } from "./group.js";
 import { ReplayPage } from "./replay.js";
 import { RolloutPage } from "./rollout.js";
@@ -14,7 +15,8 @@ import { TaskPage } from "./task.js";
 import { html, render, useErrorBoundary, useState } from "./vendor/preact-htm.js";
 
 const OF_STEP = { step: StepPage, group: GroupPage, rollout: RolloutPage, task: TaskPage, replay: ReplayPage };
-const PAGES = { "": RunsPage, compare: ComparePage, run: RunPage, store: StorePage, search: SearchPage, ...OF_STEP };
+const OF_RUN = { run: RunPage, evaluation: EvaluationPage, store: StorePage, search: SearchPage, ...OF_STEP };
+const PAGES = { "": RunsPage, compare: ComparePage, ...OF_RUN };
 const name = location.pathname.split("/").pop();
 const run = new URLSearchParams(location.search).get("run");
 

@@ -97,6 +97,7 @@ const linkTo =
 
 /** A link to a step. Step 0, whose policy is scored before the first step, has no page. */
 export const stepLink = (run, step, text = step) => (step === 0 ? text : linkTo("step")(run, step, text));
+export const evaluationLink = linkTo("evaluation", "step");
 export const groupLink = linkTo("group", "task");
 export const rolloutLink = linkTo("rollout");
 export const taskLink = linkTo("task");
@@ -121,11 +122,10 @@ export function useKeys(keys) {
   }, []);
 }
 
-/** Links to the page before and the page after, which the keys k and j open, with the same view. page: also the name of
- * the parameter. */
-export function Neighbours({ page, before, after }) {
+/** Links to the page before and the page after, which the keys k and j open, with the same view. */
+export function Neighbours({ page, parameter = page, before, after }) {
   const { run, view, signal } = Object.fromEntries(new URLSearchParams(location.search));
-  const href = (number) => address(page, { run, [page]: number, view, signal });
+  const href = (number) => address(page, { run, [parameter]: number, view, signal });
   const go = (number) => number != null && !isSaved && location.assign(href(number));
   useKeys({ k: () => go(before), j: () => go(after) });
   const link = (number, text, key) =>

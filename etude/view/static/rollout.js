@@ -1,19 +1,8 @@
 // The page of one rollout: its fate, its attempts, its conversation, and its exact tokens.
 
-import {
-  address,
-  Choice,
-  Facts,
-  ForPrograms,
-  groupLink,
-  isSaved,
-  Neighbours,
-  replayLink,
-  rowsOf,
-  Section,
-  Select,
-} from "./base.js";
-import { SortedTable, Status, stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
+import { address, Choice, evaluationLink, Facts, ForPrograms, groupLink, isSaved, Neighbours } from "./base.js";
+import { replayLink, rowsOf, Section, Select, SortedTable, Status, stepLink } from "./base.js";
+import { useParameters, useQuery, Waiting, Words } from "./base.js";
 import { Replays } from "./replay.js";
 import { duration, moment, number, optionText, sum, visible } from "./text.js";
 import { TokensView } from "./tokens.js";
@@ -48,7 +37,8 @@ function Fate({ page: { why, cause, step, use } }) {
 }
 
 /** The step of rollouts. An evaluation scores the policy after its step. */
-export const stepFact = (run, step, use) => [use === "val" ? "scored after step" : "step", stepLink(run, step)];
+export const stepFact = (run, step, use) =>
+  use === "val" ? ["scored after step", evaluationLink(run, step)] : ["step", stepLink(run, step)];
 
 /** The reward of an attempt in parts. */
 export const rewardFacts = (attempt) => [

@@ -49,7 +49,7 @@ function Head({ page: { summary, preset, rollouts, marks, problems, directory, r
       <span class="muted path">${directory}</span>
       ${rollouts != null && html`<a href=${address("store", { run: summary.run })}>rollout queue</a>`}
       ${rollouts > 0 && html`<span>rollouts of the last step: ${PICKS.map(picked)}</span>`}
-      ${rollouts > 0 && isEvaluated && searchLink(summary.run, "use:evaluation", "rollouts of evaluations")}
+      ${rollouts != null && isEvaluated && html`<a href=${address("evaluation", { run: summary.run })}>evaluations</a>`}
     </p>`;
 }
 

@@ -100,20 +100,25 @@ function Groups({ run, rows }) {
   <//>`;
 }
 
-function Rollouts({ run, rows }) {
-  const parts = Object.keys(rows[0] ?? {}).filter((name) => name.startsWith("reward/"));
+/** A table of rollouts, with those of these columns that it has. */
+export function Rollouts({ run, rows }) {
+  const names = Object.keys(rows[0] ?? {});
+  const parts = names.filter((name) => name.startsWith("reward/"));
+  const numeric = (name) => ({ name, heading: visible(name), numeric: true });
+  const words = (name) => ({ name, cell: (row) => html`<${Words} text=${visible(row[name])} />` });
   const columns = [
     { name: "rollout", cell: (row) => rolloutLink(run, row.rollout) },
     { name: "task", cell: (row) => groupLink(run, row.task) },
-    { name: "answer", cell: (row) => html`<${Words} text=${visible(row.answer)} />` },
+    numeric("row"),
+    { name: "source", cell: (row) => visible(row.source) },
     ...(rows.every((row) => row.status === "succeeded") ? [] : [{ name: "status" }]),
-    { name: "reward", numeric: true },
-    { name: "advantage", numeric: true },
-    ...parts.map((name) => ({ name, heading: visible(name), numeric: true })),
-    ...["turns", "tokens", "staleness", "attempts"].map((name) => ({ name, numeric: true })),
+    ...["reward", "advantage", ...parts].map(numeric),
+    ...["prompt", "answer"].map(words),
+    ...["turns", "tokens", "staleness", "attempts"].map(numeric),
     { name: "why", heading: "why not in the batch", cell: (row) => visible(row.why) },
   ];
-  return html`<${SortedTable} caption="rollouts" columns=${columns} rows=${rows} />`;
+  const shown = columns.filter(({ name }) => names.includes(name));
+  return html`<${SortedTable} caption="rollouts" columns=${shown} rows=${rows} keys=${["rollout"]} />`;
 }
 
 export function StepPage() {
