@@ -20,6 +20,7 @@ from etude.data.examples import SupervisedColumns, SupervisedDataConfig
 from etude.data.files import column_paths, lookup
 from etude.data.pretokenized import INPUT_IDS, check_vocabulary, keep_last_answer, load_token_rows
 from etude.data.prompts import check_prompt
+from etude.data.task_images import TaskImages
 from etude.data.tokenization import (
     AnswerRows,
     Example,
@@ -49,32 +50,35 @@ class DemonstrationDataConfig(SupervisedDataConfig):
         "all", description="answers of a conversation to train on: `all`, or only the `last`; the others are context"
     )
 
-    def tokenize_row(self, row: Mapping[str, Any], chat: ChatRenderer, where: str) -> Example:
+    def tokenize_row(self, row: Mapping[str, Any], chat: ChatRenderer, where: str, images: TaskImages) -> Example:
         columns = self.columns
         if row.get(INPUT_IDS) is not None:
+            images.refuse_in(row, f"`{INPUT_IDS}`")
             check_vocabulary(row, chat.tokenizer, where)
             answer = load_token_rows(row, chat.tokenizer, where)
             return (keep_last_answer(answer) if self.train_on == "last" else answer,)
         conversation, prompt = lookup(row, columns.messages), lookup(row, columns.prompt)
         tools = tools_of(lookup(row, columns.tools), where)
         if conversation is not None:
-            return (self._tokenize_conversation(conversation, tools, chat, where),)
+            return (self._tokenize_conversation(images.place_in(row, conversation), tools, chat, where),)
         completion = lookup(row, columns.completion)
         paths = set(column_paths(row))
         if prompt is not None and (completion is not None or columns.completion in paths):
-            answer_messages = check_text_or_messages(completion, where, "completion")
+            shown, answer = _place_images(images, row, prompt, completion)
+            answer_messages = check_text_or_messages(answer, where, "completion")
             if self.train_on == "last" and not isinstance(answer_messages, str):
                 answer_messages = [
                     message if index == len(answer_messages) - 1 else {**message, "weight": 0}
                     for index, message in enumerate(answer_messages)
                 ]
-            return (tokenize_answer(chat, check_prompt(prompt, where), answer_messages, tools, where),)
+            return (tokenize_answer(chat, check_prompt(shown, where), answer_messages, tools, where),)
         text = lookup(row, columns.text)
         if columns.text in paths or text is not None:
             if text is not None and not isinstance(text, str):
                 raise DataError(
                     f"{where} has a value of type {type(text).__name__} for its `{columns.text}`; it must be text."
                 )
+            images.refuse_in(row, f"`{columns.text}`")
             return (tokenize_text(chat, text or ""),)
         raise DataError(
             f"{where} has neither `{columns.messages}`, nor `{columns.prompt}` with `{columns.completion}`, nor "
@@ -92,3 +96,11 @@ class DemonstrationDataConfig(SupervisedDataConfig):
             return tokenize_messages(chat, messages, tools, last_only=self.train_on == "last")
         except ChatError as error:
             raise ChatError(f"{where}: {error}") from error
+
+
+def _place_images(images: TaskImages, row: Mapping[str, Any], prompt: Any, completion: Any) -> tuple[Any, Any]:
+    """Return a prompt and its completion with the images of the row, which both may show if both are messages."""
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        return images.place_in(row, prompt), completion
+    placed = images.place_in(row, [*prompt, *completion])
+    return placed[: len(prompt)], placed[len(prompt) :]

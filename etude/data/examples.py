@@ -22,6 +22,7 @@ from etude.data.dataset import OverlongHandling
 from etude.data.files import DATA_SOURCE_COLUMN, lookup
 from etude.data.sampler import SAMPLERS, Sampler, ShuffledSampler
 from etude.data.table import RowTable, open_sources
+from etude.data.task_images import TaskImages
 from etude.data.tokenization import AnswerRows, Example
 from etude.errors import ConfigError, DataError
 from etude.observe import Last, Metrics, get_logger
@@ -60,8 +61,8 @@ class SupervisedDataConfig(DataFiles, ABC):
     )
 
     @abstractmethod
-    def tokenize_row(self, row: Mapping[str, Any], chat: ChatRenderer, where: str) -> Example:
-        """Tokenize a row as an example. where: the row's name in errors."""
+    def tokenize_row(self, row: Mapping[str, Any], chat: ChatRenderer, where: str, images: TaskImages) -> Example:
+        """Tokenize a row as an example. where: the row's name in errors. images: reads those of the row."""
 
     def max_row_tokens(self, context_length: int) -> int:
         """Return the most tokens of a row, for a model with this context."""
@@ -79,13 +80,24 @@ class SupervisedDataConfig(DataFiles, ABC):
         chat: ChatRenderer,
         context_length: int,
         on_row: Callable[[], None] = lambda: None,
+        *,
+        max_images: int | None = None,
     ) -> Examples:
-        """Load the examples of files. name: the option that names the files. on_row: a callback after each row."""
-        table, limit = RowTable(open_sources(files)), self.max_row_tokens(context_length)
-        examples, rows_with_reasoning = Examples(name, len(table)), 0
+        """Load the examples of files. name: the option that names the files. on_row: a callback after each row.
+        max_images: the most images of an example."""
+        table = RowTable(open_sources(files))
+        limit = self.max_row_tokens(context_length)
+
+        def read_images(row: int) -> Mapping[str, bytes]:
+            images = TaskImages(table.location(row), table.directory(row))
+            self.tokenize_row(table.row(row), chat, table.location(row), images)
+            return images.contents
+
+        examples, rows_with_reasoning = Examples(name, len(table), read_images), 0
         for row in range(len(table)):
             values, where = table.row(row), table.location(row)
-            example = self.tokenize_row(values, chat, where)
+            example = self.tokenize_row(values, chat, where, TaskImages(where, table.directory(row)))
+            _check_image_count(example, max_images, where)
             reason = _skip_reason(example)
             if reason is None and _max_length(example) > limit:
                 if self.overlong == "error":
@@ -95,7 +107,8 @@ class SupervisedDataConfig(DataFiles, ABC):
                     )
                 example, reason = _truncate(example, limit), TOO_LONG
             truncated = reason == TOO_LONG and self.overlong == "truncate"
-            examples.add(example, self._source(values), where, reason, keep=truncated and _skip_reason(example) is None)
+            keep = truncated and _skip_reason(example) is None
+            examples.add(example, row, self._source(values), where, reason, keep=keep)
             rows_with_reasoning += _has_reasoning(values)
             on_row()
         if rows_with_reasoning and not chat.shows_reasoning():
@@ -113,12 +126,18 @@ class SupervisedDataConfig(DataFiles, ABC):
 
 
 class Examples:
-    """The tokenized examples of a run, in the order of its files, and counts of the rows left out with the reasons."""
+    """The tokenized examples of a run, in the order of its files, and counts of the rows left out with the reasons.
 
-    def __init__(self, name: str, rows: int) -> None:
+    The bytes of images are not kept: they are read again whenever a batch needs them.
+    """
+
+    def __init__(self, name: str, rows: int, read_images: Callable[[int], Mapping[str, bytes]]) -> None:
+        """read_images: returns the images of a row of the files, by digest."""
         self._name = name
         self._rows = rows
+        self._read_images = read_images
         self._examples: list[Example] = []
+        self._row_of: list[int] = []
         self._sources: list[str] = []
         self._skip_counts: Counter[str] = Counter()
         self._first_skipped: dict[str, str] = {}
@@ -129,21 +148,31 @@ class Examples:
     def __getitem__(self, row: int) -> Example:
         return self._examples[row]
 
-    def take(self, count: int | None) -> Sequence[Example]:
-        """Return the first `count` examples, or all."""
-        return self._examples[:count]
+    def images(self, index: int) -> Mapping[str, bytes]:
+        """Return the images of an example, by digest."""
+        shown = {span.digest for answer in self._examples[index] for row in answer for span in row.images}
+        if not shown:
+            return {}
+        found = self._read_images(self._row_of[index])
+        if missing := shown - found.keys():
+            raise DataError(
+                f"Row {self._row_of[index]} of {self._name} no longer has the image {min(missing)[:12]}, which it had "
+                "when the run began. Leave the files of a run as they are, or start the run again."
+            )
+        return {digest: found[digest] for digest in shown}
 
     def sources(self) -> list[str]:
         """Return the data source of each example."""
         return self._sources
 
-    def add(self, example: Example, source: str, where: str, skip_reason: str | None, *, keep: bool) -> None:
-        """Add an example, or count the reason to skip it. keep: add it in spite of a reason."""
+    def add(self, example: Example, row: int, source: str, where: str, skip_reason: str | None, *, keep: bool) -> None:
+        """Add the example of a row, or count the reason to skip it. keep: add it in spite of a reason."""
         if skip_reason is not None:
             self._skip_counts[skip_reason] += 1
             self._first_skipped.setdefault(skip_reason, where)
         if skip_reason is None or keep:
             self._examples.append(example)
+            self._row_of.append(row)
             self._sources.append(source)
 
     def skip_metrics(self) -> Metrics:
@@ -170,6 +199,15 @@ class Examples:
             log.warning(
                 f"{count} of {self._rows} rows in {self._name} {outcome}. The first is {self._first_skipped[reason]}."
             )
+
+
+def _check_image_count(example: Example, max_images: int | None, where: str) -> None:
+    """Refuse an answer with too many images before it."""
+    count = max((sum(span.first == 0 for span in row.images) for answer in example for row in answer), default=0)
+    if max_images is not None and count > max_images:
+        raise DataError(
+            f"{where} has {count} images, and `vision.max_images` is {max_images}. Raise it, or leave such rows out."
+        )
 
 
 def _skip_reason(example: Example) -> str | None:

@@ -18,6 +18,7 @@ from etude.data.examples import SupervisedColumns, SupervisedDataConfig
 from etude.data.files import column_paths, lookup, missing_column
 from etude.data.pretokenized import check_vocabulary, load_token_rows
 from etude.data.prompts import check_prompt
+from etude.data.task_images import TaskImages
 from etude.data.tokenization import (
     Example,
     MessageDict,
@@ -50,9 +51,10 @@ class PreferenceDataConfig(SupervisedDataConfig):
 
     columns: PreferenceColumns = Field(PreferenceColumns(), description="columns of the files with the pairs")
 
-    def tokenize_row(self, row: Mapping[str, Any], chat: ChatRenderer, where: str) -> Example:
-        """Tokenize a row as a pair, the preferred answer first. where: the row's name in errors."""
+    def tokenize_row(self, row: Mapping[str, Any], chat: ChatRenderer, where: str, images: TaskImages) -> Example:
+        """Tokenize a row as a pair, the preferred answer first. The images of the row are those of its prompt."""
         if row.get(CHOSEN_TOKENS) is not None and row.get(REJECTED_TOKENS) is not None:
+            images.refuse_in(row, f"`{CHOSEN_TOKENS}`")
             check_vocabulary(row, chat.tokenizer, where)
             return tuple(
                 load_token_rows(row[name], chat.tokenizer, f"{where}, `{name}`,")
@@ -68,7 +70,8 @@ class PreferenceDataConfig(SupervisedDataConfig):
         prompt = None if value is None else check_prompt(value, where)
         shared_prompt, chosen, rejected = _split_prompt(prompt, both[0], both[1], where)
         tools = tools_of(lookup(row, columns.tools), where)
-        return tuple(tokenize_answer(chat, shared_prompt, answer, tools, where) for answer in (chosen, rejected))
+        shown = images.place_in(row, shared_prompt)
+        return tuple(tokenize_answer(chat, shown, answer, tools, where) for answer in (chosen, rejected))
 
     def _read_answer(self, row: Mapping[str, Any], name: str, where: str) -> TextOrMessages:
         value = lookup(row, name)

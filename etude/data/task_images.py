@@ -82,6 +82,20 @@ class TaskImages:
             raise self._wrong_count(filled.used, len(sources))
         return placed, addresses if isinstance(column, list) else addresses[0] if addresses else column
 
+    def place_in(self, row: Mapping[str, Any], prompt: Any) -> Any:
+        """Return a prompt with its images, which may be in the image column of its row."""
+        placed, _ = self.place(prompt, row.get(find_image_column(row)))
+        return placed
+
+    def refuse_in(self, row: Mapping[str, Any], form: str) -> None:
+        """Refuse images in the image column of a row whose form has no places for them."""
+        column = find_image_column(row)
+        if any(map(_is_surely_image, self._listed(row.get(column)))):
+            raise DataError(
+                f"{self._where} has images in `{column}`, and {form} has no places for them. Give `messages`, or a "
+                "prompt of messages with its answer."
+            )
+
     def _listed(self, column: Any) -> list[Any]:
         """Return the images of a column: structs, data URLs, and texts that may be paths; nothing for other values."""
         values = [value for value in (column if isinstance(column, list) else [column]) if value is not None]

@@ -20,6 +20,7 @@ from etude.chat.messages import content_text
 from etude.data.prompts import check_prompt, drop_nulls
 from etude.data.samples import build_samples
 from etude.errors import ChatError, DataError
+from etude.images import ImageSpan, cut_spans
 from etude.records import Completion, Message, Turn
 
 MessageDict: TypeAlias = Mapping[str, Any]
@@ -35,10 +36,13 @@ class TokenRow:
     ids: NDArray[np.int32]  # [T]
     action: NDArray[np.bool_]  # [T] True for a trained token
     turn: NDArray[np.int16]  # [T] the answer of a conversation that a trained token belongs to
+    images: tuple[ImageSpan, ...] = ()
+    """The images among its context."""
 
     def truncate(self, length: int) -> TokenRow:
-        """Return the first `length` tokens."""
-        return TokenRow(self.ids[:length], self.action[:length], self.turn[:length])
+        """Return the first `length` tokens, or fewer: no image is cut."""
+        length, images = cut_spans(self.images, length)
+        return TokenRow(self.ids[:length], self.action[:length], self.turn[:length], images)
 
     @property
     def num_trained_tokens(self) -> int:
@@ -85,10 +89,10 @@ def tokenize_messages(
     An empty answer, or one with `weight` 0 in its file, is context.
     """
     messages = [message_from_dict(message_dict) for message_dict in message_dicts]
-    if any(content_text(message.content) is None for message in messages):
+    if any(message.role == "assistant" and content_text(message.content) is None for message in messages):
         raise ChatError(
-            "The conversation has an image or another part that is no text, and training on given answers takes text "
-            "alone. Leave such rows out, or train on tasks with a reward."
+            "An answer of the conversation has an image or another part that is no text, and a model writes text. "
+            "Leave such rows out, or move the image into the message before it."
         )
     conversation = chat.start_conversation()
     turns = list[Turn]()
@@ -97,16 +101,19 @@ def tokenize_messages(
         if message.role != "assistant" or index == 0:
             continue
         before = messages[:index]
-        prompt_ids = conversation.render(before, tools).ids
-        answer_ids = chat.encode_answer(before, message, tools, prompt_ids=None if turns else prompt_ids)
-        conversation.remember_answer(before, tools, prompt_ids, answer_ids, message)
+        prompt = conversation.render(before, tools)
+        answer_ids = chat.encode_answer(before, message, tools, prompt_ids=None if turns else prompt.ids)
+        conversation.remember_answer(before, tools, prompt.ids, answer_ids, message, images=prompt.images)
         if index >= first and _has_content(message) and message_dicts[index].get("weight", 1) != 0:
             eligible_turns.append(len(turns))
         zeros = np.zeros(len(answer_ids), np.int32)
-        turns.append(Turn(prompt_ids, Completion(answer_ids, zeros.astype(np.float32), zeros, "stop"), len(turns)))
+        answer = Completion(answer_ids, zeros.astype(np.float32), zeros, "stop")
+        turns.append(Turn(prompt.ids, answer, len(turns), images=prompt.images))
     trained_turns = eligible_turns[-1:] if last_only else eligible_turns
     rows = (
-        TokenRow(sample.ids, sample.action & np.isin(sample.turn, trained_turns), sample.turn.astype(np.int16))
+        TokenRow(
+            sample.ids, sample.action & np.isin(sample.turn, trained_turns), sample.turn.astype(np.int16), sample.images
+        )
         for sample in build_samples(turns, 0)
     )
     return tuple(row for row in rows if row.num_trained_tokens)

@@ -20,6 +20,7 @@ from etude.images.spans import (
     PromptImages,
     check_features,
     check_spans,
+    cut_spans,
     image_digest,
     keyed_ids,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "Tiles",
     "check_features",
     "check_spans",
+    "cut_spans",
     "image_digest",
     "keyed_ids",
     "read_image_layout",

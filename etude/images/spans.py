@@ -80,6 +80,19 @@ def check_spans(owner: str, spans: Sequence[ImageSpan], tokens: int) -> tuple[Im
     return tuple(spans)
 
 
+def cut_spans(spans: Sequence[ImageSpan], tokens: int) -> tuple[int, tuple[ImageSpan, ...]]:
+    """Return the number of tokens that are left of at most `tokens`, and their spans. No image is cut: the tokens end
+    before the first one that has no room."""
+    begin = 0
+    for span in spans:
+        if span.first == 0:
+            begin = span.start
+        if span.stop > tokens:
+            tokens = min(tokens, begin)
+            break
+    return tokens, tuple(span for span in spans if span.start < tokens)
+
+
 def check_features(spans: Sequence[ImageSpan], features: Mapping[str, int]) -> None:
     """Refuse spans that are not all features of one image after another. features: the number of each image's."""
     place = 0

@@ -44,7 +44,10 @@ class VisionConfig(Config):
         description="most pixels that an image is resized to; fewer make fewer tokens; null is the processor's limit",
     )
     max_images: int = Field(
-        16, ge=1, description="most images of a request; more are refused, because each may have thousands of tokens"
+        16,
+        ge=1,
+        description="most images of a request or an example; more are refused, because each may have thousands of "
+        "tokens",
     )
 
 

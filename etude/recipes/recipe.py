@@ -21,7 +21,7 @@ from etude.config.resume_marks import MAY_CHANGE
 from etude.data import DataFiles
 from etude.dispatch import ClusterBackend, CrewConfig
 from etude.errors import ConfigError
-from etude.models import Head, LoraAdapterConfig
+from etude.models import Head, LoraAdapterConfig, VisionConfig
 from etude.observe import ObserveConfig
 from etude.recipes.option_names.rules import OPTION_RULES
 from etude.recipes.run.machine.device import select_device
@@ -104,6 +104,7 @@ class Recipe(Config):
         LoraAdapterConfig(), description="low-rank adapters, trained instead of the model's weights"
     )
     chat: ChatConfig = Field(ChatConfig(), description="rendering of conversations for the model")
+    vision: VisionConfig = Field(VisionConfig(), description="images, for a model that takes them")
     data: DataFiles = Field(DataFiles(), description="the training data")
     train: TrainConfig = Field(TrainConfig(), description="the optimizer and its precision")
     checkpoint: Annotated[CheckpointConfig, MAY_CHANGE] = Field(CheckpointConfig(), description="checkpoints on disk")
@@ -165,17 +166,17 @@ class Recipe(Config):
     @property
     def policy_head(self) -> Head:
         """The head by which the model is loaded: that of the recipe, with or without a vision tower."""
-        return self.head
+        return "seeing" if self.vision.tower else self.head
 
     @property
     def trains_tower(self) -> bool:
         """True if the vision tower of a model that takes images is trained too."""
-        return False
+        return self.vision.train
 
     @property
     def max_pixels(self) -> int | None:
         """The most pixels that an image is resized to; None is the limit of the model's image processor."""
-        return None
+        return self.vision.max_pixels
 
     @property
     def processor_files(self) -> ProcessorFiles | None:

@@ -21,7 +21,6 @@ from etude.config.only_with import OnlyWith
 from etude.config.resume_marks import MAY_CHANGE, SETS_LENGTH
 from etude.data import DataConfig
 from etude.errors import ConfigError
-from etude.models import Head, VisionConfig
 from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.environment import EnvConfig
@@ -79,7 +78,6 @@ class Run(Recipe, AlgorithmConfig):
     path_mappings: ClassVar[dict[str, str]] = {"teacher": "teacher.paths"}
 
     recipe: Literal["train"] = Field("train", description="the command that these options are for")
-    vision: VisionConfig = Field(VisionConfig(), description="images, for a model that takes them")
     reference: Annotated[
         ReferenceConfig,
         OnlyWith(
@@ -178,18 +176,6 @@ class Run(Recipe, AlgorithmConfig):
         if not isinstance(self.rollout, ServerConfig):
             return None
         return self.rollout.model_copy(update={"devices": gpus_of_servers(self.rollout, self.own_gpus)})
-
-    @property
-    def policy_head(self) -> Head:
-        return "seeing" if self.vision.tower else self.head
-
-    @property
-    def trains_tower(self) -> bool:
-        return self.vision.train
-
-    @property
-    def max_pixels(self) -> int | None:
-        return self.vision.max_pixels
 
     @property
     def own_gpus(self) -> int:

@@ -16,6 +16,7 @@ from etude.config.tree import to_tree
 from etude.data.examples import Examples
 from etude.dispatch import LocalCrew
 from etude.errors import ConfigError
+from etude.images.pixel_cache import PixelCache
 from etude.models import Model, read_context_length
 from etude.observe import RunInfo, get_logger, make_console, open_run_log, progress, read_last_step
 from etude.protocols import Crew
@@ -24,16 +25,17 @@ from etude.recipes.hub import resolve_hub_names
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.recipe import ReferenceConfig
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run.builders.auxiliary_models import AuxiliaryLoader, build_mesh
+from etude.recipes.run.builders.auxiliary_models import AuxiliaryLoader, build_mesh, load_pixels
 from etude.recipes.run.builders.policy import PolicyLoader, build_chat_renderer
 from etude.recipes.run.resume import inputs
 from etude.recipes.run.rules import checks
 from etude.recipes.run.rules.sources import DataSources
+from etude.recipes.run.rules.vision import check_vision
 from etude.recipes.run.session import log_start, run_session
 from etude.recipes.run.steps.save_resume import CheckpointSaver, resume_run
 from etude.recipes.servers.rank_engines import start_ranks
 from etude.recipes.supervised.config import SupervisedRun, ValidationConfig
-from etude.recipes.supervised.examples import ExampleStream, batch_of
+from etude.recipes.supervised.examples import ExampleStream
 from etude.recipes.supervised.loop import PeriodicValidation, SupervisedComponents, run_supervised_loop
 from etude.recipes.supervised.runs import DistillRun, DistillTeacherConfig, DPORun
 from etude.recipes.supervised.worker import (
@@ -105,6 +107,7 @@ def _check_options(run: SupervisedRun) -> Iterator[ConfigError]:
     if not run.data.train:
         yield ConfigError("A run needs examples: give files with `data.train=[examples.parquet]`.")
     yield from problems_of(check_loss, run)
+    yield from problems_of(check_vision, run)
     if run.lora.publish != "adapter":
         yield ConfigError("`lora.publish` says how adapters reach an engine, and nothing samples here. Leave it out.")
     if run.train.router_replay != "none":
@@ -179,9 +182,7 @@ def _assemble_parts(
     info = RunInfo(directory.name, directory, steps, mask(to_tree(run)))
     log = stack.enter_context(open_run_log(run.observe, info, _headline(run), last_written_step=written))
     evaluation_id = inputs.evaluation_id(run.data.val, {"limit": run.evaluate.limit})
-    limit = run.evaluate.limit
-    validation_batch = None if held_out is None else batch_of(held_out.take(limit), held_out.sources()[:limit])
-    validation = PeriodicValidation(run.evaluate, learner, validation_batch, steps)
+    validation = PeriodicValidation(run.evaluate, learner, held_out, steps)
     saver = CheckpointSaver(
         run.checkpoint,
         checkpoints,
@@ -214,7 +215,7 @@ def _check_sources(run: DistillRun, examples: Examples, held_out: Examples | Non
 def _read(run: SupervisedRun, name: str, files: Sequence[str], chat: ChatRenderer, context: int) -> Examples:
     """Load the examples of some files, with a progress bar."""
     with progress(f"reading {name}", None, make_console(run.observe.console)) as bar:
-        return run.data.load_examples(name, files, chat, context, bar.advance)
+        return run.data.load_examples(name, files, chat, context, bar.advance, max_images=run.vision.max_images)
 
 
 def _crew(run: SupervisedRun, chat: ChatRenderer, steps: int, directory: Path) -> Crew:
@@ -235,22 +236,29 @@ def build_rank_worker(run: SupervisedRun) -> SupervisedWorker:
 def _worker(run: SupervisedRun, chat: ChatRenderer) -> SupervisedWorker:
     mesh = build_mesh(run)
     model = PolicyLoader(run, chat.tokenizer).load_trained(mesh)
-    return build_supervised_worker(run, model, _load_other_model(run, model, mesh))
+    pixels = load_pixels(run, model)
+    return build_supervised_worker(run, model, _load_other_model(run, model, mesh, pixels), pixels)
 
 
-def build_supervised_worker(run: SupervisedRun, model: HeldModel, other: ScoringModel | None) -> SupervisedWorker:
-    """Build a worker from loaded models. other: the reference or the teacher, if the loss reads one."""
+def build_supervised_worker(
+    run: SupervisedRun, model: HeldModel, other: ScoringModel | None, pixels: PixelCache | None = None
+) -> SupervisedWorker:
+    """Build a worker from loaded models. other: the reference or the teacher, if the loss reads one. pixels: of the
+    images of examples, for a model that takes images."""
     peak = measure_peak_flops(PRECISIONS[run.train.precision], model_of(model).device)
     temperature = run.temperature if isinstance(run, DistillRun) else 1.0
-    learner = Learner(model, run.train, temperature=temperature, steps=run.steps, peak=peak)
+    learner = Learner(model, run.train, temperature=temperature, steps=run.steps, peak=peak, pixels=pixels)
     return SupervisedWorker(run.loss, learner, _build_annotate(run, model_of(model), other))
 
 
-def _load_other_model(run: SupervisedRun, model: HeldModel, mesh: ShardMeshes | None) -> ScoringModel | None:
+def _load_other_model(
+    run: SupervisedRun, model: HeldModel, mesh: ShardMeshes | None, pixels: PixelCache | None
+) -> ScoringModel | None:
+    loader = AuxiliaryLoader(run, model, mesh, pixels)
     if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
-        return AuxiliaryLoader(run, model, mesh).load_reference(run.reference.path)
+        return loader.load_reference(run.reference.path)
     if isinstance(run, DistillRun):
-        return AuxiliaryLoader(run, model, mesh).load_teacher(run.teacher, run.temperature)
+        return loader.load_teacher(run.teacher, run.temperature)
     return None
 
 

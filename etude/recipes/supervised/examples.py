@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from etude.batch import Batch
+from etude.batch import Batch, StoredBytes
 from etude.data import RowOrder
 from etude.data.examples import Examples
 from etude.data.tokenization import Example
 from etude.errors import ConfigError
 from etude.records import Rollout, Sample
 from etude.store import JournalMark
+
+PutBytes: TypeAlias = Callable[[bytes], bytes | StoredBytes]
 
 
 class ExampleStream:
@@ -56,13 +58,11 @@ class ExampleStream:
         """The number of passes that are done."""
         return self._order.position / len(self._examples)
 
-    def next(self) -> Batch:
-        """Return the batch of the next step."""
+    def next(self, put: PutBytes = bytes) -> Batch:
+        """Return the batch of the next step. put: as for `read_batch`."""
         first = self._order.position
         end = first + self._size if self._steps is not None else min(first + self._size, self._until)
-        rows = [self._order.advance_to(ordinal) for ordinal in range(first, end)]
-        sources = self._examples.sources()
-        return batch_of([self._examples[row] for row in rows], [sources[row] for row in rows])
+        return read_batch(self._examples, [self._order.advance_to(ordinal) for ordinal in range(first, end)], put)
 
     def mark(self) -> tuple[Mapping[str, Any], JournalMark]:
         """Return the position in the examples, as a JSON tree; there is no journal."""
@@ -80,9 +80,22 @@ class ExampleStream:
             )
 
 
-def batch_of(examples: Sequence[Example], sources: Sequence[str] | None = None) -> Batch:
+def read_batch(examples: Examples, chosen: Sequence[int], put: PutBytes = bytes) -> Batch:
+    """Return the batch of some examples, with their images. put: stores the bytes of an image where the ranks can read
+    them, and returns a handle."""
+    sources = examples.sources()
+    contents = {digest: content for index in chosen for digest, content in examples.images(index).items()}
+    images = {digest: put(content) for digest, content in contents.items()}
+    return batch_of([examples[index] for index in chosen], [sources[index] for index in chosen], images)
+
+
+def batch_of(
+    examples: Sequence[Example],
+    sources: Sequence[str] | None = None,
+    images: Mapping[str, bytes | StoredBytes] | None = None,
+) -> Batch:
     """Build a batch: each example is a group, its answers are rollouts, and the first answer, the preferred one, has
-    reward 1. sources: the data source of each example."""
+    reward 1. sources: the data source of each example. images: the bytes of their images, or handles, by digest."""
     rows, rollouts = list[Sample](), list[Rollout]()
     for group, example in enumerate(examples):
         for side, answer in enumerate(example):
@@ -90,10 +103,10 @@ def batch_of(examples: Sequence[Example], sources: Sequence[str] | None = None) 
             rollout = Rollout(len(rollouts), group, group, float(side == 0), source=source)
             rows.extend(_samples(answer, rollout.id))
             rollouts.append(rollout)
-    return Batch.from_records(rows, rollouts)
+    return Batch.from_records(rows, rollouts, images=images)
 
 
 def _samples(answer: Sequence[Any], rollout: int) -> Iterator[Sample]:
     for row in answer:
         nothing = np.zeros(len(row.ids), np.int32)
-        yield Sample(row.ids, row.action, nothing.astype(np.float32), nothing, row.turn, rollout)
+        yield Sample(row.ids, row.action, nothing.astype(np.float32), nothing, row.turn, rollout, images=row.images)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.batch import Batch
+from etude.data.examples import Examples
 from etude.errors import translate_memory_errors
 from etude.observe import Last, Mean, Metrics, RunLog, get_logger
 from etude.recipes.run.steps.save_resume import CheckpointSaver
 from etude.recipes.supervised.config import ValidationConfig
-from etude.recipes.supervised.examples import ExampleStream
+from etude.recipes.supervised.examples import ExampleStream, read_batch
 from etude.recipes.supervised.worker import SupervisedLearner
 
 
@@ -21,21 +22,28 @@ class PeriodicValidation:
 
     config: ValidationConfig
     learner: SupervisedLearner
-    batch: Batch | None
-    """All validation examples as one batch; None without any."""
+    examples: Examples | None
+    """The validation examples; None without any."""
     steps: int
     scores: dict[int, float] = field(default_factory=dict)
     """The score of each step, if it is finite: the negative loss."""
 
     def is_due(self, step: int) -> bool:
         """Return whether this step measures, and there are examples to measure on."""
-        return self.batch is not None and self.config.is_due(step, self.steps)
+        return self.examples is not None and self.config.is_due(step, self.steps)
+
+    def read(self) -> Batch:
+        """Return the examples that are measured, as one batch."""
+        assert self.examples is not None, "something is measured"
+        count = min(self.config.limit or len(self.examples), len(self.examples))
+        return read_batch(self.examples, range(count), self.learner.crew.put_bytes)
 
     def maybe_run(self, step: int) -> Metrics:
         """Measure the model if it is due after this step."""
-        if self.batch is None or not self.is_due(step):
+        if not self.is_due(step):
             return Metrics()
-        metrics = self.learner.measure(self.batch)
+        batch = self.read()
+        metrics = self.learner.measure(batch)
         loss = metrics.reduce()["loss"]
         if math.isfinite(loss):
             self.scores[step] = -loss
@@ -44,7 +52,7 @@ class PeriodicValidation:
             get_logger("recipes").warning(f"{message} Lower `train.learning_rate` if it continues.", loss, step)
         if step == 0:
             message = "Before training, the loss on `data.val` is %.4g (%d examples)."
-            get_logger("recipes").info(message, loss, self.batch.num_groups)
+            get_logger("recipes").info(message, loss, batch.num_groups)
         return metrics.with_prefix("eval/")
 
     def score_at(self, step: int) -> float | None:
@@ -94,7 +102,7 @@ def run_supervised_loop(parts: SupervisedComponents) -> None:
     for step in parts.checkpoint.remaining_steps():
         with translate_memory_errors(), parts.log.step(step) as at:
             with at.timer("read"):
-                batch = parts.examples.next()
+                batch = parts.examples.next(parts.learner.crew.put_bytes)
             with at.timer("annotate"):
                 batch = parts.learner.annotate(batch)
             with at.timer("update"):

@@ -50,8 +50,8 @@ def test_the_loss_is_that_of_transformers(talker: Path, tmp_path: Path) -> None:
     options = {"data.train": f"[{talker / 'talks.jsonl'}]", "data.val": f"[{talker / 'talks.jsonl'}]"}
     model: Any = AutoModelForCausalLM.from_pretrained(talker / "model")
     with build(run_of("sft", talker, directory=tmp_path / "run", **options)) as parts:
-        result, batch = parts.evaluate.maybe_run(0).reduce(), parts.evaluate.batch
-    assert batch is not None and batch.num_rows == len(TALKS)
+        result, batch = parts.evaluate.maybe_run(0).reduce(), parts.evaluate.read()
+    assert batch.num_rows == len(TALKS)
     total = 0.0
     for start, stop in pairwise(batch.offsets.tolist()):
         ids = batch.ids[start:stop].long()[None]

@@ -10,12 +10,13 @@ from etude.errors import ConfigError
 from etude.images import read_image_layout
 from etude.models import VisionConfig
 from etude.models.vision_types import has_tower, reads_text_too
+from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 from etude.rollout import ServerConfig
 
 
 @told_together
-def check_vision(run: Run) -> Iterator[ConfigError]:
+def check_vision(run: Recipe) -> Iterator[ConfigError]:
     """Refuse what the tower of the run's model does not go with; the model's directory is read."""
     where = run.model.path
     if where is None or not where.is_dir():
@@ -37,12 +38,18 @@ def check_vision(run: Run) -> Iterator[ConfigError]:
     yield from problems_of(partial(read_image_layout, where, run.vision.max_pixels))
     if reads_text_too(where):
         return
-    if run.uses_critic:
+    if run.head == "value":
+        yield ConfigError(
+            f"The model in {where} takes images, and a score of a vision-language model is not supported. Give a model "
+            "that takes text alone."
+        )
+    if isinstance(run, Run) and run.uses_critic:
         yield ConfigError(
             "This run's algorithm trains a critic, and a critic of a vision-language model is not supported. Choose "
             "one without, such as `grpo`."
         )
-    if run.vision.train and isinstance(run.rollout, ServerConfig) and run.rollout.adapters == "only":
+    servers = run.rollout if isinstance(run, Run) and isinstance(run.rollout, ServerConfig) else None
+    if run.vision.train and servers is not None and servers.adapters == "only":
         yield ConfigError(
             "`rollout.adapters=only` sends servers adapters, of which they leave out those of the vision tower, and "
             "`vision.train=true` trains some. Leave one of them out."
