@@ -132,6 +132,8 @@ class CompositionPlan:
                 fields = {} if set_to is _ABSENT else set_to
                 body[name], below = self._build_section(inner, start, here, group_path, fields, None)
                 defaults += below
+            elif isinstance(default if set_to is _ABSENT else set_to, Mapping) and self._is_given_a_list(here):
+                continue  # for validation to explain
             elif isinstance(set_to, Mapping):
                 lower = {} if self._is_replaced(here) else set_to
                 body[name] = {
@@ -221,6 +223,12 @@ class CompositionPlan:
         value = None if override is None else next(iter(override.values), None)
         has_options = any(other.startswith(f"{path}.") for other in self._parsed_overrides)
         return override if isinstance(value, list) or (has_options and isinstance(value, str | int | float)) else None
+
+    def _is_given_a_list(self, path: str) -> bool:
+        """Return True if an override sets a list, which Hydra would not merge with a mapping."""
+        return path in self._parsed_overrides and any(
+            isinstance(value, list) for value in self._parsed_overrides[path].values
+        )
 
     def _is_replaced(self, path: str) -> bool:
         """Return True if an override sets a whole mapping; Hydra would merge it with the default."""

@@ -2,18 +2,20 @@
 
 metric: Annotated[str, OnlyWith("collect.refill", bool, "needs `collect.refill`. Leave it out.")] = Field(…)
 
-A mark on a section is for all its options. Of several marks on one field, the first that forbids it is told.
+A mark on a section is for all its options. Of several marks on one field, the first that forbids it is told. A mark
+may also name an option of the same section, as `.refill` here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel
 
+from etude.config.tree import read_default
 from etude.errors import ConfigError
 
 
@@ -22,11 +24,12 @@ class OnlyWith:
     """Marks an option that another one must allow to differ from its default."""
 
     option: str
-    """The dotted path of the other option, or of a property, from the root."""
+    """The dotted path of the other option, or of a property: from the root, or with a first dot in the same section."""
     allows: Callable[[Any], bool]
     """Returns whether the option has an effect with this value of the other one."""
     otherwise: str
-    """The rest of the sentence that begins with the option and its value; `{other}` is the other one's value."""
+    """The rest of the sentence that begins with the option and its value; `{other}` is the other one's value, and
+    `{section}` the path of the option's section."""
 
 
 def idle_options(root: BaseModel, sections: Collection[str] = ()) -> Iterator[ConfigError]:
@@ -37,12 +40,14 @@ def idle_options(root: BaseModel, sections: Collection[str] = ()) -> Iterator[Co
     for path, section, name in _fields(root, ""):
         field = type(section).model_fields[name]
         value = getattr(section, name)
-        if value == field.default or (sections and path.partition(".")[0] not in sections):
+        if value == read_default(field) or (sections and path.partition(".")[0] not in sections):
             continue
         for mark in (one for one in field.metadata if isinstance(one, OnlyWith)):
-            other = attrgetter(mark.option)(root)
+            is_beside = mark.option.startswith(".")
+            other = attrgetter(mark.option.removeprefix("."))(section if is_beside else root)
             if not mark.allows(other):
-                yield ConfigError(f"`{_shown(path, value)}` {mark.otherwise.format(other=other)}")
+                sentence = mark.otherwise.format(other=other, section=path.rpartition(".")[0])
+                yield ConfigError(f"`{_shown(path, value)}` {sentence}")
                 break
 
 
@@ -58,5 +63,7 @@ def _fields(options: BaseModel, prefix: str) -> Iterator[tuple[str, BaseModel, s
     for name in type(options).model_fields:
         value = getattr(options, name)
         yield f"{prefix}{name}", options, name
-        if isinstance(value, BaseModel):
-            yield from _fields(value, f"{prefix}{name}.")
+        below = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
+        for path, item in below.items():
+            if isinstance(item, BaseModel):
+                yield from _fields(item, f"{prefix}{path}.")

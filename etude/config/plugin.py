@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -92,6 +93,12 @@ def _run_file(file: Path, content: bytes) -> ModuleType:
     finally:
         _running.reset(before)
     return module
+
+
+def with_file(path: str, change: Callable[[Path], Path]) -> str:
+    """Return `path/to/file.py:name` with its file changed; `module:name` stays as it is."""
+    file, _, name = path.rpartition(":")
+    return f"{change(Path(file))}:{name}" if file.endswith(".py") else path
 
 
 def current_file() -> Path | None:

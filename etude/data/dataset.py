@@ -9,6 +9,7 @@ always has `prompt`, `ground_truth`, `extra_info` and `row`. Images are in `imag
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -92,15 +93,21 @@ class Dataset(RowTable):
         ]
 
     def filter_overlong(
-        self, prompt_ids: PromptIds, max_prompt_length: int, overlong: OverlongHandling
+        self,
+        prompt_ids: PromptIds,
+        max_prompt_length: int,
+        overlong: OverlongHandling,
+        prompt_ids_of: Mapping[str, PromptIds] = MappingProxyType({}),
     ) -> tuple[Dataset, Metrics]:
         """Return the dataset for prompts of at most `max_prompt_length` tokens, and counts of the longer prompts.
+        prompt_ids_of: encodes the prompts of a data source, instead of `prompt_ids`.
 
         `filter` leaves rows with longer prompts out, and row numbers then skip them. `truncate` keeps them:
         `DataConfig.truncate` cuts their first tokens later. `error` raises an error that names the first.
         """
         values = self.columns((self._columns.prompt, *IMAGE_COLUMNS), ROWS_WITH_IMAGES)
-        found = [self._length(row, prompt, images, prompt_ids) for row, (prompt, *images) in enumerate(values)]
+        encoders = [prompt_ids_of.get(source, prompt_ids) for source in self.sources()]
+        found = [self._length(row, prompt, images, encoders[row]) for row, (prompt, *images) in enumerate(values)]
         lengths = np.array(found, dtype=np.int64)
         self._check_cuts(lengths > max_prompt_length if overlong == "truncate" else np.zeros(len(lengths), np.bool_))
         fits = lengths <= max_prompt_length

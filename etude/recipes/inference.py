@@ -36,7 +36,7 @@ from etude.recipes.registry import read_recipe_class
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.builders import lengths
 from etude.recipes.run.builders.collection import RolloutBuilder
-from etude.recipes.run.builders.hubs import name_task_files, open_hub
+from etude.recipes.run.builders.hubs import name_task_files, open_hubs
 from etude.recipes.run.builders.policy import load_policy
 from etude.recipes.run.config import Run
 from etude.recipes.run.machine.placement import gpus_of_servers
@@ -73,12 +73,12 @@ def _evaluated(run: Run, *, best: bool, answers: Path | None) -> dict[str, Any]:
     with ExitStack() as stack:
         drawn = None if run.directory else Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
         run = name_task_files(run, drawn).model_copy(update={"directory": run.directory})
-        hub = stack.enter_context(open_hub(run))
+        hubs = stack.enter_context(open_hubs(run))
         step, chat, engine, max_total_tokens = stack.enter_context(load_for_inference(run, best=best))
         judge = stack.enter_context(Judge(load_reward_models(run.reward, run.compute_device()), run.judging))
         loop = stack.enter_context(LoopThread(release_omp_workers))
         with progress("reading the tasks", None, console):
-            rollouts = RolloutBuilder(run, chat, engine, judge, loop, max_total_tokens, hub)
+            rollouts = RolloutBuilder(run, chat, engine, judge, loop, max_total_tokens, hubs)
             evaluator = rollouts.build_evaluator(stack)
         assert evaluator is not None
         with progress(f"answering {evaluator.tasks} tasks", evaluator.tasks * evaluator.samples, console) as bar:

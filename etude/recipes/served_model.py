@@ -93,6 +93,6 @@ def serve_to_agent(run: Run, agent: Agent, directory: Path | None = None) -> Ite
         judge = stack.enter_context(Judge(load_reward_models(run.reward, run.compute_device()), run.judging))
         loop = stack.enter_context(LoopThread(release_omp_workers))
         store = stack.enter_context(closing(open_store(directory_used / "journal.sqlite")))
-        rollouts = RolloutBuilder(run, chat, engine, judge, loop, max_total_tokens)
+        rollouts = RolloutBuilder(run, chat, engine, judge, loop, max_total_tokens, {})
         agents = rollouts.start_agents(directory_used, store, stack, agent)
         yield ServedModel(run, store, agents, loop)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field
 
 from etude.config import load_object
+from etude.config.plugin import with_file
 from etude.errors import PluginError
 from etude.records import Task
 from etude.rewards.base import RewardFunction, read_ground_truths
@@ -80,8 +81,7 @@ class FunctionReward(RewardFunction):
         return _load_function(self.path).is_async
 
     def with_absolute_paths(self, absolute: Callable[[Path], Path]) -> Self:
-        file, _, name = self.path.rpartition(":")
-        return self.model_copy(update={"path": f"{absolute(Path(file))}:{name}"}) if file.endswith(".py") else self
+        return self.model_copy(update={"path": with_file(self.path, absolute)})
 
     def files(self) -> list[Path]:
         return [Path(file)] if (file := self.path.rpartition(":")[0]).endswith(".py") else []

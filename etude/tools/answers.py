@@ -129,12 +129,13 @@ def _answer_records(
     store: Journal, step: int, rollouts: Sequence[RolloutState], directory: Path
 ) -> Iterator[dict[str, Any]]:
     reward_of = reward_getter(directory)
-    max_turns = _max_turns(directory)
+    limits = _TurnLimits(directory)
     prompts = _prompt_reader(directory)
     for rollout in rollouts:
         task, attempt = store.task(rollout.task), rollout.last
         turns = store.turns(rollout.id) if attempt is not None else []
         reward = reward_of(rollout)
+        max_turns = limits.of_source(task.source)
         yield {
             "step": step,
             "task": task.id,
@@ -154,10 +155,21 @@ def _answer_records(
         } | ({"conversation": _conversation(prompts, turns)} if len(turns) > 1 else {})
 
 
-def _max_turns(directory: Path) -> int | None:
-    """Return the most turns of a rollout in an environment; None for an agent, which has its own limit."""
-    options = read_options(directory) if (directory / OPTIONS).exists() else {}
-    return None if options.get("agent", {}).get("path") is not None else options.get("env", {}).get("max_turns")
+class _TurnLimits:
+    """The most turns of a rollout in each environment of a run."""
+
+    def __init__(self, directory: Path) -> None:
+        options = read_options(directory) if (directory / OPTIONS).exists() else {}
+        self._has_agent = options.get("agent", {}).get("path") is not None
+        self._env = options.get("env", {})
+
+    def of_source(self, source: str) -> int | None:
+        """Return the most turns for a data source; None for an agent, which has its own limit."""
+        if self._has_agent:
+            return None
+        section = (self._env.get("sources") or {}).get(source, {})
+        limit: int | None = section.get("max_turns") or self._env.get("max_turns")
+        return limit
 
 
 def _conversation(prompts: PromptReader | None, turns: Sequence[Turn]) -> list[dict[str, Any]]:

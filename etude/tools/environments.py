@@ -71,9 +71,12 @@ def install(name: str) -> Path:
 
 def try_out(options: TryOptions, answers: Sequence[str], *, number: int = 0, console: Console | None = None) -> None:
     """Print a task of a hub, and play it with these answers: observations, rewards, and the seconds of each step."""
-    spec = options.env.hub_spec()
-    if spec is None:
-        raise ConfigError(f"Name an environment of a hub to try: `etude env try env.hub={name_example()}`.")
+    specs = list(filter(None, (environment.hub_spec() for environment in options.env.environments())))
+    if len(specs) != 1:
+        several = f"There is one at a time to try, and not {' and '.join(spec.option for spec in specs)}. "
+        example = f"Name an environment of a hub to try: `etude env try env.hub={name_example()}`."
+        raise ConfigError(f"{several if specs else ''}{example}")
+    spec = specs[0]
     console = console or make_console()
     with HubPool(spec, 1) as pool:
         tasks = pool.tasks(number, number + 1)
@@ -83,7 +86,7 @@ def try_out(options: TryOptions, answers: Sequence[str], *, number: int = 0, con
         if spec.hub not in AGENTS:
             asyncio.run(_play(pool.new_env(), Task(number, {**tasks[0], "row": number}), answers, console))
     if spec.hub in AGENTS:
-        console.print(Text(f"The program of {spec.hub} plays by itself: `etude train … env.hub={options.env.hub}`."))
+        console.print(Text(f"The program of {spec.hub} plays by itself: `etude train … {spec.option}`."))
 
 
 async def _play(env: HubEnv, task: Task, answers: Sequence[str], console: Console) -> None:

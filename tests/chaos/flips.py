@@ -141,7 +141,7 @@ class Resuming:
         learners = Learners(self._crew, run.model_columns(), run.mini_batches, run.loss.split_unit)
         checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
         with ExitStack() as stack:
-            rollouts = RolloutBuilder(run, self._chat, self._engine, self._judge, self._loop, length)
+            rollouts = RolloutBuilder(run, self._chat, self._engine, self._judge, self._loop, length, {})
             collector = rollouts.build_parts(directory, self._dataset, store, self._crew.put, stack, None).collector
             done = resume_run(run.checkpoint, checkpoints, learners, collector, run.steps)
             read_last_step(directory)

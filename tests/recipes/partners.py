@@ -32,6 +32,18 @@ class Echo(TextEnv):
         return Observation(f"{answer[:3]}:", reward=paid, done=self.turns_taken == self.turns)
 
 
+class Commas(TextEnv):
+    """An environment that pays for commas, for two turns."""
+
+    def begin(self) -> str:
+        self.turns_taken = 0
+        return f"{self.task.fields['prompt']}"
+
+    def play(self, answer: str) -> Observation:
+        self.turns_taken += 1
+        return Observation(",:", reward=float(answer == ","), done=self.turns_taken == 2)
+
+
 def make_echo() -> Echo:
     """Create an environment by a function."""
     return Echo(1)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -28,7 +29,6 @@ from etude.models import create, save, tiny_config
 from etude.protocols import Observation
 from etude.recipes.run.builders.hubs import name_task_files
 from etude.recipes.run.config import Run
-from etude.recipes.run.directory import read_metrics
 from etude.records import Message, Outcome, Task
 from etude.rollout.python_environments import PackagePins
 from etude.store.queue.rollout_queue import AttemptReport
@@ -36,7 +36,9 @@ from tests.agents.hubs.test_pool import ODD
 from tests.components import require_hub
 from tests.joined import started
 from tests.learn.games import make_tokenizer
-from tests.recipes.runs import Captured, options, refused_run, same, step_metrics, train, weights
+from tests.recipes import partners
+from tests.recipes.runs import REWARDS, Captured, options, refused_run, same, step_metrics, train, weights
+from tests.recipes.supervised_runs import write
 from tests.waits import blocked_until
 
 SERVER = PackagePins("openenv-server", ("openenv==0.10.0",))
@@ -57,13 +59,13 @@ def player(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def words(player: Path, python: Path, directory: Path, **changes: Any) -> list[str]:
+def words(player: Path, directory: Path, **changes: Any) -> list[str]:
     chosen = {
         "model.path": player,
         "data.train": "env:0:500",
         "data.max_prompt_length": 32,
         **BLACKJACK,
-        "env.python": python,
+        "env.python": require_hub("gymnasium"),
         "env.max_turns": 8,
         "reward": "environment",
         "advantage": "turn_baseline",
@@ -79,49 +81,73 @@ def words(player: Path, python: Path, directory: Path, **changes: Any) -> list[s
         "directory": directory,
     }
     chosen |= {name.replace("__", "."): value for name, value in changes.items()}
-    return [f"{name}={value}" for name, value in chosen.items()]
+    return [f"{name}={value}" for name, value in chosen.items() if value is not None]
+
+
+@pytest.fixture(scope="module")
+def mix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The options of a mix: actions earn in cards, digits in sums, and commas in the game."""
+    directory = tmp_path_factory.mktemp("mix")
+    for source, prompts in (("sums", "0123456789"), ("game", ",:[]")):
+        write(directory / f"{source}.jsonl", [{"prompt": f"{prompt}\n"} for prompt in prompts])
+    return {
+        "data.train": f"{{cards: env:0:500, sums: {directory}/sums.jsonl, game: {directory}/game.jsonl}}",
+        "data.sampler": "weighted",
+        "data.sampler.weights": "{cards: 4, sums: 1, game: 1}",
+        "collect.tasks": 24,
+        **dict.fromkeys(("env.hub", "env.kwargs", "env.python", "reward", "env.max_turns")),
+        **{name.replace("env.", "env.sources.cards."): value for name, value in BLACKJACK.items()},
+        "env.sources.cards.python": require_hub("gymnasium"),
+        "env.sources.cards.workers": 2,
+        "env.sources.game.path": f"{partners.__name__}:Commas",
+        "reward": "by_source",
+        "reward.sources.sums": "function",
+        "reward.sources.sums.path": f"{REWARDS}:digits",
+        "reward.sources.game": "environment",
+        "reward.sources.cards": "environment",
+        "steps": 10,
+    }
 
 
 @pytest.mark.integration
-def test_a_model_learns_to_name_the_actions_of_gymnasium(player: Path, tmp_path: Path) -> None:
-    """It begins with random tokens, of which two are actions."""
-    python = require_hub("gymnasium")
-    assert main(["train", *words(player, python, tmp_path / "run", steps=12, env__workers=2)]) == 0
-    rewards = [step["reward"] for step in read_metrics(tmp_path / "run")]
-    assert sum(rewards[:3]) / 3 < -0.8 and sum(rewards[-4:]) / 4 > -0.55, rewards
-    assert max(step["turns"] for step in step_metrics(tmp_path / "run")) > 1
-
-
-@pytest.mark.integration
-def test_a_killed_run_resumes_with_the_tasks_that_it_was_started_with(
-    player: Path, tmp_path: Path, capsys: Captured
+def test_a_mix_of_answers_an_environment_and_a_hub_learns_each(
+    player: Path, mix: dict[str, Any], tmp_path: Path
 ) -> None:
-    python = require_hub("gymnasium")
-    assert main(["train", *words(player, python, tmp_path / "whole", steps=3)]) == 0
-    command = [sys.executable, "-m", "etude", "train", *words(player, python, tmp_path / "half", steps=3)]
+    """It begins with random tokens, of which two are actions."""
+    assert main(["train", *words(player, tmp_path / "run", **mix)]) == 0
+    steps = step_metrics(tmp_path / "run")
+    for source, least in (("cards", 0.25), ("sums", 0.2), ("game", 0.3)):
+        earned = [step[f"source/{source}/reward"] for step in steps]
+        assert fmean(earned[-4:]) > fmean(earned[:3]) + least, f"{source}: {earned}"
+
+
+@pytest.mark.integration
+def test_a_killed_mix_resumes_with_the_tasks_that_it_was_started_with(
+    player: Path, mix: dict[str, Any], tmp_path: Path, capsys: Captured
+) -> None:
+    given = mix | {"steps": 3}
+    assert main(["train", *words(player, tmp_path / "whole", **given)]) == 0
+    command = [sys.executable, "-m", "etude", "train", *words(player, tmp_path / "half", **given)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
         blocked_until(lambda: [*(tmp_path / "half").glob("checkpoints/step-00000001.?")], within=120)
         run.kill()
     assert run.returncode == -signal.SIGKILL
-    tasks = tmp_path / "half/tasks/env-0-500.jsonl"
+    tasks = tmp_path / "half/tasks/env-cards-0-500.jsonl"
     rows = [json.loads(line) for line in tasks.read_text().splitlines()]
     assert rows == [{"prompt": "play:\n", "seed": seed} for seed in range(500)]
     written = tasks.stat().st_mtime_ns
     assert main(["train", "--resume", str(tmp_path / "half")]) == 0
     assert tasks.stat().st_mtime_ns == written, "they are drawn once"
     assert same(weights(tmp_path / "half"), weights(tmp_path / "whole"))
-    other = words(player, python, tmp_path / "half", steps=4, data__train="env:0:600")
-    assert main(["train", *other]) != 0
-    assert "data.train[0]: env-0-500.jsonl changed, came or went" in capsys.readouterr().err.replace("\n", " ")
+    given["data.train"] = mix["data.train"].replace("500", "600")
+    assert main(["train", *words(player, tmp_path / "half", **given | {"steps": 4})]) != 0
+    assert "env-cards-0-500.jsonl changed, came or went" in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.integration
 def test_a_model_is_scored_on_tasks_of_a_hub(player: Path, tmp_path: Path, capsys: Captured) -> None:
     """Without a run, the tasks are drawn into a directory that is removed."""
-    python = require_hub("gymnasium")
-    given = [
-        word for word in words(player, python, tmp_path) if word.startswith(("model", "env", "reward", "sampling"))
-    ]
+    given = [word for word in words(player, tmp_path) if word.startswith(("model", "env", "reward", "sampling"))]
     assert main(["eval", *given, "data.val=env:7:12", "data.max_prompt_length=32", "threads=1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tasks"] == 5
     assert not list(tmp_path.iterdir())
@@ -168,8 +194,7 @@ async def play(pool: HubPool, task: Task, answers: list[str]) -> list[Observatio
 def test_what_gymnasium_refuses(
     player: Path, tmp_path: Path, capsys: Captured, changes: dict[str, Any], sentence: str
 ) -> None:
-    python = require_hub("gymnasium")
-    assert main(["train", *words(player, python, tmp_path / "run", **changes)]) != 0
+    assert main(["train", *words(player, tmp_path / "run", **changes)]) != 0
     assert sentence in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
 
@@ -393,5 +418,12 @@ def test_tasks_of_a_hub_are_files_of_the_run(tmp_path: Path) -> None:
     named = name_task_files(run.model_copy(update={"directory": tmp_path}))
     assert named.data.train == (str(tmp_path / "tasks/env-3-9.jsonl"), "mine.jsonl")
     assert named.data.val == (str(tmp_path / "tasks/env-9-11.jsonl"),)
+    sources = ["env.sources.cards.hub=gymnasium:X", "env.sources.maze.hub=gymnasium:Y"]
+    mix = compose(Run, [*sources, "data.train={cards: [env:3:9, env:9:11], maze: env:3:9}"])
+    files = ("cards-3-9", "cards-9-11", "maze-3-9")
+    named = name_task_files(mix.model_copy(update={"directory": tmp_path}))
+    assert named.data.train == tuple(f"{file.partition('-')[0]}={tmp_path}/tasks/env-{file}.jsonl" for file in files)
+    with pytest.raises(ConfigError, match=r"`env.hub` names none.*`cards`: `data\.val=\{cards: env:0:9\}`"):
+        name_task_files(compose(Run, [*sources, "data.val=env:0:9"]))
     with pytest.raises(ConfigError, match=r"`data\.train=env:0` names no tasks"):
         name_task_files(compose(Run, ["env.hub=gymnasium:X", "data.train=env:0"]))

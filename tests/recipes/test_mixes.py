@@ -13,6 +13,8 @@ from tests.recipes.runs import REWARDS, Captured, refused_run, same, step_metric
 from tests.recipes.supervised_runs import write
 
 SOURCES = ("sums", "words", "game")
+PARTNERS = partners.__name__
+ECHO = f"{PARTNERS}:Echo"
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +40,14 @@ def mix(files: dict[str, Path], **changes: Any) -> dict[str, Any]:
         "reward.sources.words": "function",
         "reward.sources.words.path": f"{REWARDS}:others",
         "reward.sources.game": "environment",
-        "env.path": f"{partners.__name__}:Echo",
-        "env.kwargs.turns": 2,
-        "env.sources": "[game]",
+        "env.sources.game.path": ECHO,
+        "env.sources.game.kwargs.turns": 2,
         "sampling.max_tokens_of.words": 3,
         "collect.tasks": 4,
     } | {name.replace("__", "."): value for name, value in changes.items()}
+
+
+REWARD_OPTIONS = [name for name in mix({}) if name.startswith("reward.")]
 
 
 @pytest.mark.slow
@@ -70,8 +74,23 @@ def test_each_source_of_a_mix_learns_and_a_resumed_run_is_the_same(
             {"reward.sources.words": None, "reward.sources.words.path": None},
             "`data.train` has rows of the data source `words`, for which `reward.sources` has no reward",
         ),
-        ({"env.sources": "[sums]"}, "`reward.sources.game=environment` leaves the rewards of the data source `game`"),
-        ({"env.sources": "[game, maze]"}, "`env.sources` names the data source `maze`, and `data.train` has no row"),
+        (
+            {"env.sources.game.path": None, "env.sources.game.kwargs.turns": None, "env.sources.sums.path": ECHO},
+            "`reward.sources.game=environment` leaves the rewards of the data source `game`",
+        ),
+        ({"env.sources.maze.path": ECHO}, "`env.sources` names the data source `maze`, and `data.train` has no row"),
+        ({"env.sources.words.max_turns": 2}, "`env.sources.words` names no environment: give `env.sources.words.path`"),
+        ({"env.sources.words.tools": f"[{PARTNERS}:add]"}, "`env.sources.words.tools` offers functions to a model"),
+        ({"env.sources.words.tools": f"[{PARTNERS}:NOBODY]"}, "is of type int, which cannot be called"),
+        ({"env.sources.words.hub": "gymnasiun:X"}, "`env.sources.words.hub=gymnasiun:X` names no hub that is known"),
+        ({"env.sources.words.hub": "verifiers:x"}, "Name it by `env.hub`, without `env.sources`"),
+        ({"env.sources.game.workers": 2}, "`env.sources.game.workers=2` is for the environment of a hub, and"),
+        ({"env.sources.game.max_tokens": 129}, "`env.sources.game.max_tokens=129` is more than the 128 tokens"),
+        ({"env.kwargs.turns": 2}, "are for the class of `env.path` or the hub of `env.hub`, and neither is named"),
+        (
+            {"reward": "environment", **dict.fromkeys(REWARD_OPTIONS)},
+            "`data.train` has rows of the data source `sums`, which none plays that gives rewards",
+        ),
         ({"sampling.max_tokens_of.words": 7}, "`max_tokens_of` gives answers of the data source `words` 7 tokens"),
         ({"sampling.max_tokens_of.maze": 2}, "`sampling.max_tokens_of` names the data source `maze`"),
     ],

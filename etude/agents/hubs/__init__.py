@@ -22,18 +22,18 @@ AGENTS = frozenset({"verifiers"})
 """The hubs whose own programs call the model. Of the others, the run plays the environments."""
 
 
-def parse_hub(text: str) -> tuple[str, str]:
-    """Return the hub and the environment that `env.hub` names."""
+def parse_hub(text: str, option: str = "env.hub") -> tuple[str, str]:
+    """Return the hub and the environment that an option names."""
     name, _, what = text.partition(":")
     if name not in HUBS:
         listed = ", ".join(HUBS)
         raise UnknownChoiceError(
-            f"`env.hub={text}` names no hub that is known here.{suggest_name(name, HUBS)} The hubs are {listed}: "
-            f"`env.hub={name_example()}`."
+            f"`{option}={text}` names no hub that is known here.{suggest_name(name, HUBS)} The hubs are {listed}: "
+            f"`{option}={name_example()}`."
         )
     if not what:
         raise ConfigError(
-            f"`env.hub={text}` names a hub and no environment of it. Add one: `env.hub={name_example(name)}`."
+            f"`{option}={text}` names a hub and no environment of it. Add one: `{option}={name_example(name)}`."
         )
     return name, what
 

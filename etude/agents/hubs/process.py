@@ -55,6 +55,13 @@ class HubSpec:
     """The most answers of a rollout."""
     memory_mb: int | None = None
     """Megabytes of address space of a guest; None sets no limit."""
+    section: str = "env"
+    """The section of options that names it."""
+
+    @property
+    def option(self) -> str:
+        """The option that names it, with its value."""
+        return f"{self.section}.hub={self.title}"
 
     @property
     def title(self) -> str:
@@ -98,8 +105,8 @@ class HubProcess:
             )
         except OSError as error:
             raise ConfigError(
-                f"`env.hub={self._spec.title}` is played by {self._spec.python}, which cannot be run "
-                f"({error.strerror}). Name a Python that has the hub's package by `env.python`."
+                f"`{self._spec.option}` is played by {self._spec.python}, which cannot be run ({error.strerror}). "
+                f"Name a Python that has the hub's package by `{self._spec.section}.python`."
             ) from error
         reaper.add(self._process.pid)
         self._tasks = [asyncio.create_task(self._read_lines()), asyncio.create_task(self._read_errors())]
@@ -228,13 +235,13 @@ class HubProcess:
         return GuestLostError(f"The process that plays {self._spec.title} {self._why}.{self._describe_tail()}")
 
     def _describe_refusal(self, first: Mapping[str, Any]) -> str:
-        title = f"`env.hub={self._spec.title}`"
+        title = f"`{self._spec.option}`"
         if first.get("missing"):
             has_pins = (PINS / f"{self._spec.hub}.txt").exists()
             install = f"Install it by `etude env install {self._spec.hub}`" if has_pins else "Install it there"
             return (
                 f"{title} needs the package {first['missing']}, which {self._spec.python} does not have. {install}, or "
-                "name a Python that has it by `env.python`."
+                f"name a Python that has it by `{self._spec.section}.python`."
             )
         return f"{title} is refused. {first['refused']}"
 

@@ -28,7 +28,7 @@ from etude.chat.transcript import ObservationContent, check_observation, observa
 from etude.errors import ChatError, EnvError, GuestLostError, ImageError, RewardError
 from etude.observe import get_logger
 from etude.protocols import Env, Observation
-from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.environment import Environment
 from etude.recipes.collect.rollout_images import RolloutImages
 from etude.records import Completion, Message, Outcome, Task, Turn
 from etude.rewards import parse_score
@@ -83,28 +83,24 @@ class Episode:
 
 
 class EpisodePlayer:
-    """Plays rollouts with the environment and tools of the options.
+    """Plays rollouts in an environment, with its tools.
 
-    Waits for a slot (at most `env.max_concurrency` rollouts at a time), for the answers, and for the environment, at
-    most `env.timeout` seconds per step.
+    Waits for a slot (at most `max_concurrency` rollouts at a time), for the answers, and for the environment, at most
+    `timeout` seconds per step.
     """
 
     def __init__(
-        self, config: EnvConfig, chat: ChatRenderer, max_total_tokens: int, hub: HubPool | None = None
+        self, environment: Environment, chat: ChatRenderer, max_total_tokens: int, hub: HubPool | None = None
     ) -> None:
-        """max_total_tokens: the most tokens of a rollout, observations included. hub: the guests that play `env.hub`,
-        if the options name one."""
-        self.config = config
+        """max_total_tokens: the most tokens of a rollout, observations included. hub: the guests that play it, if it
+        is that of a hub."""
+        self._environment = environment
+        self.options = environment.options
         self._hub = hub
         self._chat = chat
-        self._max_total_tokens = min(max_total_tokens, config.max_tokens or max_total_tokens)
-        self._tools = config.load_toolbox()
-        self._slots = asyncio.Semaphore(config.max_concurrency)
-
-    @property
-    def has_environment(self) -> bool:
-        """True if there is an environment, which may give rewards."""
-        return self.config.has_environment
+        self._max_total_tokens = min(max_total_tokens, self.options.max_tokens or max_total_tokens)
+        self._tools = environment.load_toolbox()
+        self._slots = asyncio.Semaphore(self.options.max_concurrency)
 
     async def play(self, task: Task, generate: AnswerFunction, images: RolloutImages) -> Episode:
         """Play one rollout, from its beginning to its end. images: stores those that the environment shows."""
@@ -113,7 +109,7 @@ class EpisodePlayer:
             if self._hub is not None:
                 await self._hub.wait_ready()
             seen = await load_task_images(task, images)
-            session = _EnvironmentSession(self.config, self._factory(), self._tools, seen, episode)
+            session = _EnvironmentSession(self._environment, self._factory(), self._tools, seen, episode)
             try:
                 await self._play_turns(session, task, generate, episode, images)
             except EpisodeEndedError as ended:
@@ -131,7 +127,8 @@ class EpisodePlayer:
         """Return what makes an environment; None if there are tools only."""
         if self._hub is not None:
             return self._hub.new_env
-        return None if self.config.path is None else partial(self.config.load_factory(), **self.config.kwargs)
+        options = self.options
+        return None if options.path is None else partial(self._environment.load_factory(), **options.kwargs)
 
     async def _play_turns(
         self,
@@ -146,7 +143,7 @@ class EpisodePlayer:
         content = await images.store(check_observation(first.content or task.fields["prompt"]))
         transcript, state = Transcript(self._chat, content, first.tools), state_number(first.anchor, content)
         episode.role = first.role
-        for index in range(self.config.max_turns):
+        for index in range(self.options.max_turns):
             prompt = transcript.prompt
             room = self._max_total_tokens - len(prompt.ids)
             if room < 1:
@@ -155,7 +152,7 @@ class EpisodePlayer:
                         Outcome.FAILED,
                         f"The first prompt of {describe_task(task)} has {len(prompt.ids)} tokens"
                         f"{_describe_images(prompt)}, and a rollout may have {self._max_total_tokens} in all: nothing "
-                        "could follow. Show less, or raise `env.max_tokens`.",
+                        f"could follow. Show less, or raise `{self._environment.section}.max_tokens`.",
                     )
                 break
             observed = transcript.count_observed_tokens(prompt)
@@ -163,7 +160,7 @@ class EpisodePlayer:
             answer = transcript.add_answer(prompt, completion)
             turn = Turn(prompt.ids, completion, index, anchor=state, observed=observed, images=prompt.images)
             episode.turns.append(turn)
-            observation = await session.step(answer, last=index + 1 == self.config.max_turns)
+            observation = await session.step(answer, last=index + 1 == self.options.max_turns)
             if observation.done or observation.truncated:
                 episode.truncated = observation.truncated or completion.finish_reason == "length"
                 return
@@ -177,16 +174,17 @@ class _EnvironmentSession:
     """The environment side of one rollout: the tools that the model may call, and the environment, if any."""
 
     def __init__(
-        self, config: EnvConfig, factory: Callable[[], Env] | None, tools: Any, task: Task, episode: Episode
+        self, environment: Environment, factory: Callable[[], Env] | None, tools: Any, task: Task, episode: Episode
     ) -> None:
-        self._config = config
+        self._options = environment.options
+        self._section = environment.section
         self._factory = factory
         self._tools = tools
         self._task = task
         self._episode = episode
         self._env: Env | None = None
         self._call_thread = CallThread("etude-env")
-        self._call_task = CallTask(f"The environment {config.title}")
+        self._call_task = CallTask(f"The environment {self._options.title}")
 
     async def reset(self) -> Observation:
         """Return the first observation, with the tools that the model may call."""
@@ -201,7 +199,7 @@ class _EnvironmentSession:
             return observation
         if observation.tools:
             raise self._environment_error(
-                "it offers its own tools beside `env.tools`. Offer all of them in one of the two places"
+                f"it offers its own tools beside `{self._section}.tools`. Offer all of them in one of the two places"
             )
         return replace(observation, tools=self._tools.schemas)
 
@@ -262,14 +260,14 @@ class _EnvironmentSession:
 
         began = time.perf_counter()
         try:
-            return await self._call_task.call(invoke, self._config.timeout)
+            return await self._call_task.call(invoke, self._options.timeout)
         except EnvError:
             raise
         except GuestLostError as error:
             raise EpisodeEndedError(Outcome.INFRA_ERROR, str(error)) from error
         except TimeLimitError as error:
-            cause = f"The environment {self._config.title} took longer than `env.timeout` ="
-            message = f"{cause} {self._config.timeout:g} seconds for {what} on {describe_task(self._task)}."
+            cause = f"The environment {self._options.title} took longer than `{self._section}.timeout` ="
+            message = f"{cause} {self._options.timeout:g} seconds for {what} on {describe_task(self._task)}."
             raise EpisodeEndedError(Outcome.TIMED_OUT, message) from error
         except (Exception, SystemExit) as error:
             raise self._environment_error(f"{what} failed: {describe_exception(error)}") from error
@@ -300,7 +298,7 @@ class _EnvironmentSession:
                 self._episode.failed_calls += str(message.content).startswith(ERROR_PREFIX)
 
     def _environment_error(self, what: str) -> EpisodeEndedError:
-        text = f"The environment {self._config.title} failed on {describe_task(self._task)}: {what.rstrip('.')}."
+        text = f"The environment {self._options.title} failed on {describe_task(self._task)}: {what.rstrip('.')}."
         return EpisodeEndedError(Outcome.FAILED, text)
 
 

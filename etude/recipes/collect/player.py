@@ -16,6 +16,7 @@ from etude.chat import RenderedPrompt
 from etude.chat.transcript import check_observation
 from etude.images import PromptImages, keyed_ids
 from etude.protocols import Ids, TokenGenerator
+from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.episodes import (
     ENVIRONMENT_PART,
     AnswerFunction,
@@ -159,13 +160,15 @@ class EnginePlayer:
         timeout: float,
         max_concurrency: int,
         episodes: EpisodePlayer | None,
+        episodes_of: Mapping[str, EpisodePlayer] = MappingProxyType({}),
         newest_version: Callable[[], int] | None = None,
         truncate: Callable[[Ids], Ids] = lambda ids: ids,
         max_tokens_of: Mapping[str, int] = MappingProxyType({}),
         images: RolloutImages | None = None,
     ) -> None:
         """render: encodes a prompt; `truncate` then cuts one that is too long. episodes: the player of multi-turn
-        rollouts; with None, an attempt is one answer. newest_version: returns the engine's newest policy version, which
+        rollouts; with None, an attempt is one answer. episodes_of: instead, the player of those of a data source.
+        newest_version: returns the engine's newest policy version, which
         an attempt keeps from its first request on; None for an engine that has the newest weights only. max_tokens_of:
         the most tokens of an answer to a task of a data source."""
         self._render = render
@@ -176,6 +179,7 @@ class EnginePlayer:
         self._timeout = timeout
         self._engine = TimeoutEngine(engine, timeout)
         self._episodes = episodes
+        self._episodes_of = episodes_of
         self._slots = asyncio.Semaphore(max_concurrency)
         self._newest_version = newest_version
 
@@ -235,9 +239,10 @@ class EnginePlayer:
                 message = f"No answer within `collect.timeout` = {self._timeout:g} seconds."
                 raise EpisodeEndedError(Outcome.TIMED_OUT, message) from error
 
-        if self._episodes is not None and self._episodes.config.plays(task.source):
-            episode = await self._episodes.play(task, ask, self._images)
-            return replace(await self._judge_episode(task, episode, self._episodes), times=tuple(times))
+        episodes = self._episodes_of.get(task.source, self._episodes)
+        if episodes is not None:
+            episode = await episodes.play(task, ask, self._images)
+            return replace(await self._judge_episode(task, episode, episodes.options), times=tuple(times))
         return replace(await self._play_answer(task, ask, sampling.max_tokens), times=tuple(times))
 
     async def _play_answer(self, task: Task, ask: AnswerFunction, max_tokens: int) -> PlayedRollout:
@@ -252,23 +257,23 @@ class EnginePlayer:
             return PlayedRollout((), Verdict.failure(ended.outcome, str(ended)))
         verdict = await self._judge.judge(task, completion.text)
         finish = completion.finish_reason
-        # in a mix, the turns of other sources name the states in which they began
-        anchor = None if self._episodes is None else state_number(None, check_observation(task.fields["prompt"]))
+        # in a mix, the turns of played sources name the states in which they began
+        anchor = state_number(None, check_observation(task.fields["prompt"])) if self._episodes_of else None
         turns = (Turn(prompt.ids, completion, 0, anchor=anchor, images=prompt.images),)
         return PlayedRollout(turns, verdict, finish == "length", finish)
 
-    async def _judge_episode(self, task: Task, episode: Episode, episodes: EpisodePlayer) -> PlayedRollout:
+    async def _judge_episode(self, task: Task, episode: Episode, options: EnvConfig) -> PlayedRollout:
         """Judge the last answer of a multi-turn rollout, and return the attempt's result."""
         if episode.outcome is Outcome.SUCCEEDED:
             verdict = await self._judge.judge(task, episode.turns[-1].completion.text)
-            if episodes.has_environment:
+            if options.gives_rewards:
                 verdict = replace(verdict, parts=self._reward_parts(task, episode.rewards, verdict))
         else:
             verdict = Verdict.failure(episode.outcome, episode.error)
         episode_fields = {
             name: getattr(episode, name) for name in ("truncated", "role", "waited", "calls", "failed_calls")
         }
-        finish = end_reason(episode.turns, episode.truncated, episodes.config.max_turns)
+        finish = end_reason(episode.turns, episode.truncated, options.max_turns)
         return PlayedRollout(tuple(episode.turns), verdict, finish=finish, **episode_fields)
 
     def _reward_parts(self, task: Task, paid: Mapping[str, float], verdict: Verdict) -> dict[str, float]:

@@ -213,10 +213,13 @@ class Run(Recipe, AlgorithmConfig):
         return share_threads(total, engine.threads, both_compute=self.max_staleness > 0)
 
     def longest_row(self, room: int) -> tuple[int, str]:
-        if self.env.is_enabled:
-            return self.env.max_tokens or room, "a lower `env.max_tokens`"
-        longest = self.data.max_prompt_length + self.sampling.max_tokens
-        return longest, "a lower `data.max_prompt_length` or `sampling.max_tokens`"
+        answered = self.data.max_prompt_length + self.sampling.max_tokens
+        if not self.env.is_enabled:
+            return answered, "a lower `data.max_prompt_length` or `sampling.max_tokens`"
+        played = self.env.longest_rollout(room)
+        if not self.env.sources:
+            return played, "a lower `env.max_tokens`"
+        return max(played, answered), "a lower `max_tokens` in `env` and each section of `env.sources`"
 
     @property
     def uses_reference(self) -> bool:

@@ -30,6 +30,7 @@ from etude.checkpoint.names import list_paths
 from etude.config import Config
 from etude.config.compose import compose
 from etude.config.env import etude_command
+from etude.config.plugin import with_file
 from etude.config.resume_marks import marked_options
 from etude.config.secrets import mask
 from etude.config.show import to_yaml
@@ -237,25 +238,14 @@ def _with_paths(run: R, change: Callable[[Path], Path]) -> R:
         source, path = split_source(name)
         return name if is_module(path) else with_source(source, str(change(Path(path))))
 
-    def code(path: str) -> str:
-        """Change the file of `path/to/file.py:name`; leave `module:name` as it is."""
-        file, _, name = path.rpartition(":")
-        return f"{change(Path(file))}:{name}" if file.endswith(".py") else path
-
-    def hub(named: str) -> str:
-        """Change the file of `trl:path/to/file.py:name`; leave the environments of other hubs."""
-        name, _, what = named.partition(":")
-        return f"{name}:{code(what)}" if name == "trl" else named
-
     paths: dict[str, Any] = {path: run.path_at(path) for path in ("directory", *run.path_options.values())}
     paths = {path: change(location) for path, location in paths.items() if location is not None}
     for option in run.path_mappings.values():
         paths[option] = {name: change(location) for name, location in run.paths_at(option).items()}
     paths |= {"data.train": data(run.data.train), "data.val": data(run.data.val)}
     if isinstance(run, Run):
-        paths |= {"env.path": run.env.path and code(run.env.path), "env.tools": tuple(map(code, run.env.tools))}
-        paths |= {"env.hub": run.env.hub and hub(run.env.hub), "env.python": run.env.python and change(run.env.python)}
-        paths |= {"agent.path": run.agent.path and code(run.agent.path)}
+        paths |= {"env": run.env.with_absolute_paths(change)}
+        paths |= {"agent.path": run.agent.path and with_file(run.agent.path, change)}
         paths |= {"agent.external": run.agent.external and change(run.agent.external)}
         paths |= {"reward": run.reward.with_absolute_paths(change)}
     for path, value in paths.items():

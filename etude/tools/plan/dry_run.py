@@ -152,7 +152,7 @@ class _DryRun(DryRun[Run]):
             return prompt, run.sampling.max_tokens
         total = lengths.max_total_tokens(self.planned, run.embedded_engine)
         if run.env.is_enabled:
-            total = run.env.max_tokens or total
+            total = run.env.longest_rollout(total)
         return prompt, max(total - prompt, 1)
 
     def execute(self) -> DryRunResult:

@@ -204,7 +204,7 @@ def find_limit(
     was seen, if more rollouts were waiting.
     """
     if not agent.is_enabled and not env.is_agent:
-        return env.max_concurrency if env.is_enabled else None
+        return env.max_concurrency if env.is_enabled and not env.sources else None
     allowed = agent.runners * agent.max_concurrency or None
     seen = _most_at_once(attempts)
     wanted = collect.tasks * collect.group_size

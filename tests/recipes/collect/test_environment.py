@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from etude.config.compose import compose
 from etude.errors import ConfigError, PluginError
 from etude.observe import configure_logging
-from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.environment import EnvConfig, Environment
+from etude.recipes.run.config import Run
 from etude.recipes.run.rules.checks import check_run
 from tests.learn.games import TEMPLATE
 from tests.recipes.runs import Captured, refused_run, run_of
@@ -39,18 +41,36 @@ PARTNERS = "tests.recipes.partners"
 )
 def test_an_environment_that_cannot_be_created_is_reported(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError, match=message):
-        EnvConfig(**options).prepare()
+        Environment(EnvConfig(**options)).prepare()
 
 
 def test_classes_functions_and_tools_are_accepted(tmp_path: Path) -> None:
-    EnvConfig(path=f"{PARTNERS}:Echo", kwargs={"turns": 2}).prepare()
-    EnvConfig(path=f"{PARTNERS}:make_echo").prepare()
+    Environment(EnvConfig(path=f"{PARTNERS}:Echo", kwargs={"turns": 2})).prepare()
+    Environment(EnvConfig(path=f"{PARTNERS}:make_echo")).prepare()
     config = EnvConfig(tools=f"{PARTNERS}:add")
-    config.prepare()
+    Environment(config).prepare()
     assert config.tools == (f"{PARTNERS}:add",) and config.is_enabled and not EnvConfig().is_enabled
     file = tmp_path / "mine.py"
     file.write_text("from tests.recipes.partners import Echo, add\n")
-    EnvConfig(path=f"{file}:Echo", tools=(f"{file}:add",)).prepare()
+    Environment(EnvConfig(path=f"{file}:Echo", tools=(f"{file}:add",))).prepare()
+
+
+def test_a_data_source_has_its_own_environment_and_the_limits_that_it_sets() -> None:
+    game = {"path": f"{PARTNERS}:Echo", "max_turns": 3, "timeout": 5}
+    config = EnvConfig(tools=f"{PARTNERS}:add", max_turns=2, max_tokens=50, sources={"game": game})
+    played = config.of_source("game")
+    assert played is not None and played.section == "env.sources.game"
+    assert (played.options.max_turns, played.options.max_tokens, played.options.timeout) == (3, 50, 5)
+    assert played.options.tools == (), "the tools of `env` are for other sources"
+    others = config.of_source("sums")
+    assert others is not None and others.options.tools and others.options.max_turns == 2
+    assert EnvConfig(sources={"game": game}).of_source("sums") is None
+
+
+def test_a_list_of_data_sources_is_refused_with_the_options_to_give() -> None:
+    for given in ("[game]", "game"):
+        with pytest.raises(ConfigError, match=r"`game` is a name alone. Write `env.sources.game.path=my_game.py:Game`"):
+            compose(Run, [f"env.sources={given}"])
 
 
 GAME = {"env.path": f"{PARTNERS}:Echo", "reward": "environment", "reward.path": None}

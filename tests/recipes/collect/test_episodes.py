@@ -18,7 +18,7 @@ from etude.data.samples import build_samples
 from etude.errors import ConfigError, EngineError, EnvError
 from etude.images import PromptImages
 from etude.protocols import Ids
-from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.environment import EnvConfig, Environment
 from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.rollouts import PlayedRollout
@@ -109,7 +109,7 @@ def play(
 
     async def run_play() -> PlayedRollout:
         with Judge(reward or EnvironmentReward()) as judge:
-            episodes = EpisodePlayer(EnvConfig(**options, timeout=environment_timeout), chat, longest)
+            episodes = EpisodePlayer(Environment(EnvConfig(**options, timeout=environment_timeout)), chat, longest)
             player = EnginePlayer(
                 render=chat.render_prompt,
                 engine=engine,
@@ -429,7 +429,7 @@ def test_many_rollouts_do_not_wait_for_each_others_environments(without_template
                 judge=judge,
                 timeout=5.0,
                 max_concurrency=64,
-                episodes=EpisodePlayer(config, without_template, 200),
+                episodes=EpisodePlayer(Environment(config), without_template, 200),
             )
             began = time.monotonic()
             tries = (player.play(make_task(), SamplingParams(max_tokens=4), lambda turn: turn) for _ in range(12))

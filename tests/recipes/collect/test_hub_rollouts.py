@@ -12,7 +12,7 @@ import pytest
 from etude.agents.hubs.pool import HubPool
 from etude.chat import ChatRenderer
 from etude.errors import EnvError
-from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.environment import EnvConfig, Environment
 from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.rollouts import PlayedRollout
@@ -45,7 +45,7 @@ def play(chat: ChatRenderer, pool: HubPool, *answers: str, **fields: Any) -> Pla
 
     async def run_play() -> PlayedRollout:
         with Judge(EnvironmentReward()) as judge:
-            episodes = EpisodePlayer(ENV, chat, 400, pool)
+            episodes = EpisodePlayer(Environment(ENV), chat, 400, pool)
             player = EnginePlayer(
                 render=chat.render_prompt,
                 engine=engine,
@@ -108,7 +108,7 @@ def test_guests_that_all_end_unused_end_the_run(chat: ChatRenderer, tmp_path: Pa
         "class Own:\n    def __init__(self):\n        if mark.exists(): os._exit(4)\n"
         "    def reset(self, **row):\n        mark.touch(); os._exit(4)\n"
     )
-    spec = EnvConfig(hub=f"trl:{tmp_path / 'own.py'}:Own").hub_spec()
+    spec = Environment(EnvConfig(hub=f"trl:{tmp_path / 'own.py'}:Own")).hub_spec()
     assert spec is not None
     with HubPool(spec, 1) as pool:
         assert play(chat, pool, "g").verdict.outcome is Outcome.INFRA_ERROR

@@ -20,7 +20,7 @@ from etude.images import PromptImages, image_digest
 from etude.images.decoding import open_image
 from etude.images.encoding import encode_png
 from etude.protocols import Ids, Observation
-from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.environment import EnvConfig, Environment
 from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.rollout_images import RolloutImages
@@ -92,7 +92,7 @@ def play(
                 judge=judge,
                 timeout=30.0,
                 max_concurrency=4,
-                episodes=EpisodePlayer(config, chat, 400) if config.is_enabled else None,
+                episodes=EpisodePlayer(Environment(config), chat, 400) if config.is_enabled else None,
                 images=images,
             )
             stored = await player.store_images(task)

@@ -26,7 +26,7 @@ from etude.protocols import Ids
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.engine_runner import EngineRunner, engine_limits
-from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.environment import EnvConfig, Environment
 from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.requested import RequestedRollouts
@@ -151,7 +151,7 @@ def sourced(
             judge=judge,
             timeout=config.timeout,
             max_concurrency=max_concurrency,
-            episodes=EpisodePlayer(env, CHAT, 200) if env is not None else None,
+            episodes=EpisodePlayer(Environment(env), CHAT, 200) if env is not None else None,
             newest_version=newest_version,
         )
         sampling = SamplingParams(max_tokens=4)

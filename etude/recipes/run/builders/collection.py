@@ -13,7 +13,6 @@ from etude.chat import ChatRenderer, PromptReader
 from etude.data import Dataset
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.engine_runner import EngineRunner, engine_limits
-from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.evaluation_player import EvaluationPlayer
 from etude.recipes.collect.newest_version import newest_version
 from etude.recipes.collect.player import AttemptPlayer, EnginePlayer
@@ -25,7 +24,7 @@ from etude.recipes.collect.statistics import CollectionWarnings
 from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.event_loop import LoopThread
-from etude.recipes.run.builders.episodes import build_episode_player
+from etude.recipes.run.builders.episodes import EpisodePlayers, build_episode_players
 from etude.recipes.run.builders.tasks import TaskLoader
 from etude.recipes.run.rules.sources import DataSources
 from etude.records import SamplingParams
@@ -78,8 +77,8 @@ class RolloutBuilder:
     loop: LoopThread
     max_total_tokens: int
     """The most tokens of a rollout."""
-    hub: HubPool | None = None
-    """The guests that play `env.hub`, if the options name one."""
+    hubs: Mapping[str, HubPool]
+    """The guests of each section of options that names a hub."""
 
     def build_parts(
         self,
@@ -152,8 +151,7 @@ class RolloutBuilder:
         from etude.recipes.agents.services import agent_services
 
         if self.run.env.is_agent:
-            assert self.hub is not None, "its guests run"
-            agent = HubAgent(self.hub)
+            agent = HubAgent(self.hubs["env"])
         services = agent_services(
             self.run,
             self.chat,
@@ -233,12 +231,10 @@ class RolloutBuilder:
             unrecorded=unrecorded,
         )
 
-    def _build_episodes(self) -> EpisodePlayer | None:
-        return build_episode_player(self.run.env, self.max_total_tokens, self.chat, self.hub)
+    def _build_episodes(self) -> EpisodePlayers:
+        return build_episode_players(self.run.env, self.max_total_tokens, self.chat, self.hubs)
 
-    def _build_player(
-        self, episodes: EpisodePlayer | None, sampling: SamplingConfig, images: RolloutImages
-    ) -> EnginePlayer:
+    def _build_player(self, episodes: EpisodePlayers, sampling: SamplingConfig, images: RolloutImages) -> EnginePlayer:
         """Return the player of the run's attempts with its engine. sampling: has the lengths of answers."""
         run = self.run
         return EnginePlayer(
@@ -249,7 +245,8 @@ class RolloutBuilder:
             judge=self.judge,
             timeout=run.collect.timeout,
             max_concurrency=run.rollout.max_concurrency(run.ranks),
-            episodes=episodes,
+            episodes=episodes.default,
+            episodes_of=episodes.of_sources,
             newest_version=newest_version(self.engine),
             images=images,
         )

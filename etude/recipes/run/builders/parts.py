@@ -23,7 +23,7 @@ from etude.recipes.run import directory as run_directory
 from etude.recipes.run.builders.collection import RolloutBuilder
 from etude.recipes.run.builders.crew import build_crew
 from etude.recipes.run.builders.episodes import refuse_uncallable_tools
-from etude.recipes.run.builders.hubs import open_hub
+from etude.recipes.run.builders.hubs import open_hubs
 from etude.recipes.run.builders.placement_report import describe_placement
 from etude.recipes.run.builders.policy import build_chat_renderer
 from etude.recipes.run.builders.tasks import TaskLoader
@@ -59,8 +59,8 @@ def assemble_parts(
     run_directory.write_tasks(directory, tasks)
     run_directory.check_journal(directory)
     chat = build_chat_renderer(run)
-    refuse_uncallable_tools(run.env.tools, chat)
-    hub = stack.enter_context(open_hub(run))
+    refuse_uncallable_tools(run.env, chat)
+    hubs = stack.enter_context(open_hubs(run))
     loader = TaskLoader(
         run.data,
         run.env,
@@ -78,7 +78,7 @@ def assemble_parts(
     crew, engine, publisher = build_crew(run, chat, directory, stack)
     loop = stack.enter_context(LoopThread(release_omp_workers))
     store = stack.enter_context(closing(open_store(directory / run_directory.JOURNAL)))
-    rollouts = RolloutBuilder(run, chat, engine, judge, loop, crew.call(PolicyWorker.max_total_tokens), hub)
+    rollouts = RolloutBuilder(run, chat, engine, judge, loop, crew.call(PolicyWorker.max_total_tokens), hubs)
     collector, evaluator, new_client = rollouts.build_parts(directory, train, store, crew.put, stack, agent)
     checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS, run.checkpoint.keep)
     learners = Learners(
@@ -167,6 +167,8 @@ def _check_sources(run: Run, train: Dataset) -> None:
         sources.check_rewards(named["reward.sources"])
         for option, names in named.items():
             sources.refuse_others(option, names)
+        if not run.reward.scores_answers:
+            sources.check_environments(run.env)
 
 
 def _free_engine_memory(train: TrainConfig, crew: Crew, publisher: WeightPublisher | None) -> Callable[[], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,22 +38,15 @@ class TaskLoader:
         if self.for_agents:
             return Dataset.load(files, self.data.columns, requires_prompt=False), 0
         dataset = self._judged(Dataset.load(files, self.data.columns), name)
-        toolbox = self.env.load_toolbox()
-        first = dataset.task(0, 0)
-        offers_tools = toolbox is not None and not self.env.has_environment and self.env.plays(first.source)
-        if offers_tools and isinstance(first.fields["prompt"], str):
-            raise ConfigError(
-                f"`env.tools` offers functions by the chat template, and {dataset.location(0)} has a text prompt, "
-                "which is continued without one. Give prompts as messages."
-            )
-        tools = () if toolbox is None else toolbox.schemas
-
-        def encode_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
-            rendered = self.chat.render_prompt(prompt, tools)
-            check_image_count(rendered, self.max_images)
-            return rendered.ids
-
-        fitting, counts = dataset.filter_overlong(encode_prompt, self.data.max_prompt_length, self.data.overlong)
+        first_rows: dict[str, int] = {}
+        for row, source in enumerate(dataset.sources()):
+            first_rows.setdefault(source, row)
+        fitting, counts = dataset.filter_overlong(
+            partial(self._encode, ()),
+            self.data.max_prompt_length,
+            self.data.overlong,
+            {source: partial(self._encode, self._tools(source, dataset, row)) for source, row in first_rows.items()},
+        )
         over = int(counts.reduce()["overlong_prompts"])
         if over:
             done = "left out" if self.data.overlong == "filter" else "cut at the beginning"
@@ -61,6 +55,29 @@ class TaskLoader:
                 f"`data.max_prompt_length={self.data.max_prompt_length}`: {done}."
             )
         return fitting, over
+
+    def _encode(
+        self, tools: Sequence[Mapping[str, Any]], prompt: str | Sequence[Mapping[str, Any]]
+    ) -> NDArray[np.int32]:
+        """Return the ids of a prompt that shows these tools."""
+        rendered = self.chat.render_prompt(prompt, tools)
+        check_image_count(rendered, self.max_images)
+        return rendered.ids
+
+    def _tools(self, source: str, dataset: Dataset, first_row: int) -> Sequence[Mapping[str, Any]]:
+        """Return the tools that prompts of a data source show. first_row: the first row of that source."""
+        environment = self.env.of_source(source)
+        toolbox = None if environment is None else environment.load_toolbox()
+        if environment is None or toolbox is None:
+            return ()
+        is_text = isinstance(dataset.task(first_row, 0).fields["prompt"], str)
+        if is_text and not environment.options.gives_rewards:
+            raise ConfigError(
+                f"`{environment.section}.tools` offers functions by the chat template, and "
+                f"{dataset.location(first_row)} has a text prompt, which is continued without one. Give prompts as "
+                "messages."
+            )
+        return toolbox.schemas
 
     def _judged(self, dataset: Dataset, name: str) -> Dataset:
         """Return the tasks to which the reward can judge an answer; refuse files without any."""

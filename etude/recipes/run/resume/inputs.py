@@ -130,7 +130,9 @@ class RunInputs:
         if not isinstance(run, Run):
             return {}
         prints = {}
-        named = ((run.env.code,), run.env.tools, (run.agent.path or "",))
+        environments = [environment.options for environment in run.env.environments()]
+        tools = [path for options in environments for path in options.tools]
+        named = ([options.code for options in environments], tools, [run.agent.path or ""])
         source_files = ({Path(path.rpartition(":")[0]) for path in paths} for paths in named)
         external_files = {run.agent.external} if run.agent.external else set()
         for name, files in zip(CODE, (run.reward.files(), *source_files, external_files), strict=True):

@@ -126,7 +126,7 @@ def algorithm_warnings(
     """Return warnings of unlikely settings of the algorithm, for these rollouts."""
     warnings = algorithm.warnings()
     overlong = algorithm.overlong
-    if env.is_enabled and env.max_turns > 1 and overlong and overlong.max_length <= sampling.max_tokens:
+    if env.max_played_turns > 1 and overlong and overlong.max_length <= sampling.max_tokens:
         warnings.append(
             f"`overlong.max_length={overlong.max_length}` counts the tokens of all turns of a rollout, and one turn "
             f"alone may have {sampling.max_tokens}. Raise it to what a whole rollout may have."
@@ -262,18 +262,20 @@ def _check_environment(run: Run) -> Iterator[ConfigError]:
         )
     if isinstance(run.reward, BySourceReward) and not run.has_agents:
         members = run.reward.sources.items()
-        left = [name for name, reward in members if not reward.scores_answers and not run.env.plays(name)]
+        left = [name for name, reward in members if not reward.scores_answers and not run.env.rewards_source(name)]
         if left:
             yield ConfigError(
-                f"`reward.sources.{left[0]}=environment` leaves the rewards of the data source `{left[0]}` to the "
-                f"environment, which does not play it. Name it in `env.sources`, or choose a reward."
+                f"`reward.sources.{left[0]}=environment` leaves the rewards of the data source `{left[0]}` to an "
+                f"environment, and none that gives rewards plays it. Name one by `env.sources.{left[0]}.path` or "
+                f"`env.sources.{left[0]}.hub`, or choose a reward."
             )
     if run.env.is_enabled and run.data.overlong == "truncate":
         yield ConfigError(
             "`data.overlong=truncate` cuts off the beginning of a prompt, and a multi-turn rollout keeps its own. "
             "Choose `data.overlong=filter`."
         )
-    run.env.prepare()
+    for environment in run.env.environments():
+        yield from problems_of(environment.prepare)
 
 
 @told_together

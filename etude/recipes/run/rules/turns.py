@@ -15,9 +15,10 @@ from etude.recipes.collect.environment import EnvConfig
 def check_turns(algorithm: AlgorithmConfig, env: EnvConfig) -> Iterator[ConfigError]:
     """Refuse options about the turns of a rollout where a rollout is one answer: without an agent, and with this
     `env`."""
-    if env.is_enabled and env.max_turns > 1:
+    if env.max_played_turns > 1:
         return
-    which = "`env.max_turns=1` allows one answer" if env.is_enabled else "neither `env` nor `agent.path` is set"
+    limit = "`max_turns=1` in each environment" if env.sources else "`env.max_turns=1`"
+    which = f"{limit} allows one answer" if env.is_enabled else "neither `env` nor `agent.path` is set"
     single = f"A rollout of this run is a single answer ({which})"
     remedy = "give an environment, tools or an agent"
     if algorithm.echo:
