@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_getattr
 
 if TYPE_CHECKING:
-    from etude.train.config import MeshConfig, TrainConfig
+    from etude.train.config import MeshConfig, PolicyTrainConfig, TrainConfig
     from etude.train.flops import measure_bf16_speedup, measure_matmul_flops
     from etude.train.frozen_model import FrozenModel, ScoringModel
     from etude.train.learner import Learner, Objective, load_weights, read_weights
@@ -20,6 +20,7 @@ __all__ = [
     "MeshConfig",
     "ModelScorer",
     "Objective",
+    "PolicyTrainConfig",
     "RoutedModels",
     "ScoringModel",
     "TrainConfig",
@@ -32,7 +33,7 @@ __all__ = [
 __getattr__ = lazy_getattr(
     __name__,
     {
-        "config": ("MeshConfig", "TrainConfig"),
+        "config": ("MeshConfig", "PolicyTrainConfig", "TrainConfig"),
         "flops": ("measure_bf16_speedup", "measure_matmul_flops"),
         "frozen_model": ("FrozenModel", "ScoringModel"),
         "learner": ("Learner", "Objective", "load_weights", "read_weights"),

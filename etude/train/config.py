@@ -56,6 +56,25 @@ class TrainConfig(Config):
         False, description="on a GPU, keep the optimizer in the processor's memory, or let the engine sleep, in turns"
     )
 
+    def choose_engine(self, ranks: int) -> Literal["local", "fsdp"]:
+        """Return the engine that trains on so many ranks."""
+        if self.engine == "auto":
+            return "local" if ranks == 1 else "fsdp"
+        return self.engine
+
+    @model_validator(mode="after")
+    def _betas_are_shares(self) -> TrainConfig:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(
+                f"`betas` are shares of what is remembered, from 0 to below 1; {self.betas} was given. Usual are 0.9 "
+                f"and 0.999."
+            )
+        return self
+
+
+class PolicyTrainConfig(TrainConfig):
+    """The training of a policy on rollouts, whose experts were chosen before the update."""
+
     router_replay: Literal["none", "r2", "r3"] = Field(
         "none",
         description="experts of a mixture that passes over a batch choose; none: each pass chooses anew; r2: the pass "
@@ -73,23 +92,8 @@ class TrainConfig(Config):
         "the objective",
     )
 
-    def choose_engine(self, ranks: int) -> Literal["local", "fsdp"]:
-        """Return the engine that trains on so many ranks."""
-        if self.engine == "auto":
-            return "local" if ranks == 1 else "fsdp"
-        return self.engine
-
     @model_validator(mode="after")
-    def _betas_are_shares(self) -> TrainConfig:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(
-                f"`betas` are shares of what is remembered, from 0 to below 1; {self.betas} was given. Usual are 0.9 "
-                f"and 0.999."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _rate_is_of_a_balance(self) -> TrainConfig:
+    def _rate_is_of_a_balance(self) -> PolicyTrainConfig:
         if self.balance == "none" and self.balance_rate != type(self).model_fields["balance_rate"].default:
             raise ConfigError(
                 f"`balance_rate={self.balance_rate:g}` is the coefficient of a loss, and `balance=none` has none. Set "
@@ -98,7 +102,7 @@ class TrainConfig(Config):
         return self
 
 
-def refuse_unreplayed_balance(config: TrainConfig, option: str) -> None:
+def refuse_unreplayed_balance(config: PolicyTrainConfig, option: str) -> None:
     """Refuse a balance loss without routes. option: the configuration section that the error names."""
     if config.balance != "none" and config.router_replay == "none":
         raise ConfigError(

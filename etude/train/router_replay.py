@@ -17,7 +17,7 @@ from etude.models import Model
 from etude.models.balance import Scoring
 from etude.models.routes import RouteShape
 from etude.train.balance_loss import BalanceLoss
-from etude.train.config import TrainConfig, refuse_unreplayed_balance
+from etude.train.config import PolicyTrainConfig, TrainConfig, refuse_unreplayed_balance
 
 BIASES = ("e_score_correction_bias", "expert_bias")
 """The names of the numbers that routers add to their scores to balance experts, and only to choose by."""
@@ -27,16 +27,17 @@ class RouterReplay:
     """The routes that a learner records and replays, if its options say so."""
 
     def __init__(self, model: Model, config: TrainConfig, option: str) -> None:
-        """option: the configuration section that errors name."""
-        self._mode = config.router_replay
+        """config: only that of a policy can say so. option: the configuration section that errors name."""
+        policy = config if isinstance(config, PolicyTrainConfig) else PolicyTrainConfig()
+        self._mode = policy.router_replay
         self._option = f"{option}.router_replay"
         self.shape: RouteShape | None = None
         """The size of the routes; None if nothing is replayed."""
         if self._mode != "none":
             self.shape = model.control_routers(f"{self._option}={self._mode}")
-        refuse_unreplayed_balance(config, option)
-        self._rate = config.balance_rate
-        self._scoring = None if config.balance == "none" else _find_scoring(model, self.shape, option)
+        refuse_unreplayed_balance(policy, option)
+        self._rate = policy.balance_rate
+        self._scoring = None if policy.balance == "none" else _find_scoring(model, self.shape, option)
 
     def check(self, batch: Batch) -> None:
         """Refuse routes of another model, and rollouts without routes where the sampler's are replayed."""

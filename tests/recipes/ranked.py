@@ -49,7 +49,7 @@ from etude.recipes.run.roles import POLICY_COLUMNS, REFERENCE_COLUMNS
 from etude.recipes.supervised.worker import annotate_with_reference
 from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, PolicyWorker
 from etude.rollout import TorchEngine, TorchEngineConfig
-from etude.train import FrozenModel, Learner, MeshConfig, RoutedModels, TrainConfig
+from etude.train import FrozenModel, Learner, MeshConfig, PolicyTrainConfig, RoutedModels
 from etude.train.backend import HeldModel
 from etude.train.device_mesh import ShardMeshes, build_mesh
 from etude.train.fsdp import ShardedModel
@@ -99,7 +99,7 @@ class RankPolicy:
         pixels: makes those of the images of batches.
         """
         compiled_layers.BACKEND = compiler
-        config = TrainConfig(precision=precision, **{"learning_rate": 1e-2, "max_grad_norm": 0.5, **options})
+        config = PolicyTrainConfig(precision=precision, **{"learning_rate": 1e-2, "max_grad_norm": 0.5, **options})
         stored_precision = {"bf16": "fp32", "fp16": "fp32"}.get(precision, precision) if engine == "fsdp" else precision
         trained_model = policy(stored_precision)
         uses_reference = "full_kl" in (algorithm or AlgorithmConfig()).forward_outputs()

@@ -17,7 +17,7 @@ from etude.data.pack import pack_prefix_tree
 from etude.errors import BatchError, ConfigError
 from etude.models import Model, PackedAttention
 from etude.models.balance import PassBalance, Scoring
-from etude.train import Learner, TrainConfig
+from etude.train import Learner, PolicyTrainConfig
 from tests.families import family_model
 from tests.train.tasks import Improve, ready, rollouts
 
@@ -40,7 +40,7 @@ def exact_norm(self: Any, hidden: Tensor) -> Tensor:
 
 
 def mixture(policy: Model | None = None, precision: str = "fp64", **options: Any) -> Learner:
-    config = TrainConfig(precision=precision, max_grad_norm=None, **{"router_replay": "r2", **options})
+    config = PolicyTrainConfig(precision=precision, max_grad_norm=None, **{"router_replay": "r2", **options})
     return Learner(policy or exact_policy(), config, steps=10)
 
 

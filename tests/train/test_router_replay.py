@@ -8,7 +8,7 @@ import torch
 from etude.algorithms import AlgorithmConfig, AlgorithmState
 from etude.batch import Batch
 from etude.errors import BatchError, ConfigError
-from etude.train import Learner, TrainConfig
+from etude.train import Learner, PolicyTrainConfig
 from tests.families import family_model
 from tests.train.tasks import Improve, model, rollouts, weights
 
@@ -16,7 +16,7 @@ COLUMNS = frozenset({"old_logp", "routes"})
 
 
 def mixture(router_replay: str = "r2", **options: object) -> Learner:
-    config = TrainConfig(precision="fp64", learning_rate=1e-2, router_replay=router_replay, **options)  # type: ignore[arg-type]
+    config = PolicyTrainConfig(precision="fp64", learning_rate=1e-2, router_replay=router_replay, **options)  # type: ignore[arg-type]
     return Learner(family_model("qwen3_moe", torch.float64), config, steps=10)
 
 
@@ -68,4 +68,4 @@ def test_routes_of_another_model_are_refused() -> None:
 
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"`train.router_replay=r2` .* this qwen3 model has no mixture of experts"):
-        Learner(model("fp64"), TrainConfig(precision="fp64", router_replay="r2"))
+        Learner(model("fp64"), PolicyTrainConfig(precision="fp64", router_replay="r2"))

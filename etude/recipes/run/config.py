@@ -42,7 +42,7 @@ from etude.recipes.run.roles import (
 from etude.records import SamplingParams
 from etude.rewards import REWARDS, JudgingConfig, RewardFunction
 from etude.rollout import ENGINES, RolloutConfig, ServerConfig, TorchEngineConfig
-from etude.train import TrainConfig
+from etude.train import PolicyTrainConfig, TrainConfig
 
 if TYPE_CHECKING:
     import torch
@@ -105,6 +105,7 @@ class Run(Recipe, AlgorithmConfig):
     ] = Field(CriticConfig(), description="the value model of `advantage=gae`")
     placement: PlacementConfig = Field(PlacementConfig(), description="the device of each model")
     data: DataConfig = Field(DataConfig(), description="the tasks")
+    train: PolicyTrainConfig = Field(PolicyTrainConfig(), description="the optimizer and its precision")
     env: Annotated[
         EnvConfig,
         OnlyWith(

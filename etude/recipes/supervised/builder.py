@@ -110,16 +110,6 @@ def _check_options(run: SupervisedRun) -> Iterator[ConfigError]:
     yield from problems_of(check_vision, run)
     if run.lora.publish != "adapter":
         yield ConfigError("`lora.publish` says how adapters reach an engine, and nothing samples here. Leave it out.")
-    if run.train.router_replay != "none":
-        yield ConfigError(
-            f"`train.router_replay={run.train.router_replay}` has several updates on the same rollouts choose the same "
-            "experts, and examples are not trained on like that. Leave it out."
-        )
-    if run.train.balance != "none":
-        yield ConfigError(
-            f"`train.balance={run.train.balance}` needs the experts of the whole update batch before its first pass, "
-            "and a supervised run makes no pass before its updates. Leave it out."
-        )
     if run.observe.rollouts:
         yield ConfigError("`observe.rollouts` shows rollouts in trackers, and nothing samples here. Leave it out.")
 

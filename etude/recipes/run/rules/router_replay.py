@@ -13,17 +13,7 @@ from etude.train.config import refuse_unreplayed_balance
 
 @told_together
 def check_router_replay(run: Run) -> Iterator[ConfigError]:
-    """Refuse replay by a critic, of a pass that the run does not make, and of a server that reports none."""
-    if run.critic.train.router_replay != "none":
-        yield ConfigError(
-            f"`critic.train.router_replay={run.critic.train.router_replay}` replays what the policy's routers chose, "
-            "and a critic has routers of its own. Leave it out."
-        )
-    if run.critic.train.balance != "none":
-        yield ConfigError(
-            f"`critic.train.balance={run.critic.train.balance}` needs the choices of a critic's routers before the "
-            "updates, and nothing records them. Leave it out."
-        )
+    """Refuse replay of a pass that the run does not make, and of a server that reports none."""
     yield from problems_of(refuse_unreplayed_balance, run.train, "train")
     on_cpu = run.compute_device().type == "cpu"
     servers = run.rollout

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from etude.errors import ConfigError
+from etude.recipes.run.config import Run
 from etude.recipes.run.rules.checks import check_run
+from etude.recipes.supervised.runs import SFTRun
+from tests.option_lists import list_options
 from tests.recipes.runs import run_of
 
 
@@ -42,8 +45,9 @@ def test_a_build_of_vllm_that_reports_no_experts_is_refused(world: Path) -> None
         check_run(run_of(world, rollout="vllm", **replayed))
 
 
-def test_a_critic_replays_nothing(world: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`critic.train.router_replay=r2` .* a critic has routers of its own"):
-        check_run(run_of(world, advantage="gae", **{"critic.train.router_replay": "r2"}))
-    with pytest.raises(ConfigError, match=r"`critic.train.balance=loss` needs the choices of a critic's routers"):
-        check_run(run_of(world, advantage="gae", **{"critic.train.balance": "loss"}))
+def test_only_a_policy_replays_routes(world: Path) -> None:
+    with pytest.raises(ConfigError, match=r"critic\.train\.router_replay is not an option"):
+        run_of(world, advantage="gae", **{"critic.train.router_replay": "r2"})
+    options, supervised = ({option.path for option in list_options(root)} for root in (Run, SFTRun))
+    replayed = {"train.router_replay", "train.balance", "train.balance_rate"}
+    assert replayed <= options and not replayed & supervised
