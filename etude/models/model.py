@@ -175,6 +175,11 @@ class Model:
         return {name: weight for name, weight in self.named_weights() if id(weight) not in text}
 
     @property
+    def frozen_tower(self) -> frozenset[str]:
+        """The names of the weights that compute the features of images, if none of them is trained."""
+        return frozenset() if self.trains_tower else frozenset(self.tower_weights)
+
+    @property
     def trains_tower(self) -> bool:
         """True if weights that compute the features of images are trained, or adapters of them."""
         return any(weight.requires_grad for weight in self.tower_weights.values())

@@ -9,7 +9,7 @@ one by one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -49,19 +49,23 @@ async def publish_to_engine(
     weights: Iterable[tuple[str, Tensor]],
     version: int,
     shapes: Mapping[str, torch.Size] | None = None,
+    *,
+    kept: Container[str] = (),
 ) -> Metrics:
     """Update one engine in this process to these weights; return the bytes written and the time taken.
 
     Weights that do not fit are refused before anything is written. Frozen weights of the engine may be left out.
     shapes: the shapes of `weights`, if these are copies that are gathered as they are read. They are then read one
-    at a time, on the engine's thread.
+    at a time, on the engine's thread. kept: names of frozen weights that the engine has from the model's files.
     """
     begun = time.perf_counter()
     tensors: dict[str, Tensor] = {}
+    weights = ((name, weight) for name, weight in weights if name not in kept)
     if shapes is None:
         weights = list(weights)
         tensors = dict(weights)
         shapes = {name: weight.shape for name, weight in weights}
+    shapes = {name: shape for name, shape in shapes.items() if name not in kept}
     held = dict(engine.model.named_weights())
     trained = {name for name, weight in held.items() if weight.requires_grad}
     odd = sorted((shapes.keys() - held.keys()) | (trained - shapes.keys()))

@@ -7,8 +7,8 @@
 
 The first bucket is built before any replica pauses, so a failure to get the weights changes nothing.
 After that, replicas load one bucket while the next is built. A replica that fails now is taken out of rotation, because
-its weights may be a mixture. The others go on. A later publish always sends all weights, and restores the replica. If
-no replica is left, the publish fails with every replica's error.
+its weights may be a mixture. The others go on. A later publish that sends all weights restores the replica. If no
+replica is left, the publish fails with every replica's error.
 """
 
 from __future__ import annotations
@@ -69,12 +69,14 @@ class ReplicaWeightSync:
         servers: Sequence[WeightReceiver] | None = None,
         *,
         restarted: Sequence[WeightReceiver] = (),
+        partial: bool = False,
     ) -> Metrics:
         """Update replicas to these weights, by default all of them.
 
         Return the bytes sent, the time taken, the part of it in which sampling was paused, and the number of replicas
         that failed.
-        restarted: servers that were started again; they have no connection and none of the earlier weights.
+        restarted: servers that were started again; they have no connection and none of the earlier weights. partial:
+        the weights leave out some that all these servers have.
         """
         async with self._publish_lock:
             servers = self._servers if servers is None else tuple(servers)
@@ -85,7 +87,7 @@ class ReplicaWeightSync:
             last = self._last_version
             self._last_version = None  # stays unknown unless this publish succeeds
             any_behind = any(server.version != last for server in servers)
-            buckets = self._transport.buckets(self._plan.check_weights(weights), any_behind)
+            buckets = self._transport.buckets(self._plan.check_weights(weights, partial=partial), any_behind)
             first = [await anext(buckets, None)]
             publish_round = _PublishRound(servers, self._transport, self._timeout)
             self.failed = publish_round.failed

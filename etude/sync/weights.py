@@ -8,7 +8,8 @@ A tensor that the trainer holds in shards is gathered when its turn comes, and r
     weights ──► gathered, cast ──► │ q │ k │ v │ o │…  │   a bucket: tensors end to end, each at a multiple of 64 bytes
                                    │ gate │ up │ down │    a tensor is never cut in two
 
-The first publish fixes names and shapes; every later one must have the same.
+The first publish fixes names and shapes; every later one must have the same. It may leave out weights that do not
+change, if all its servers have them.
 """
 
 from __future__ import annotations
@@ -55,8 +56,13 @@ class WeightManifest:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._whole = False
 
-    def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same weights; check each against the manifest, and at the end that none is missing."""
+    def check_weights(
+        self, weights: Iterable[tuple[str, Tensor]], *, partial: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same weights; check each against the manifest, and at the end that none is missing.
+
+        partial: some are left out, which all servers have.
+        """
         seen: dict[str, tuple[int, ...]] = {}
         for name, tensor in weights:
             shape = tuple(tensor.shape)
@@ -71,15 +77,16 @@ class WeightManifest:
             seen[name] = shape
             yield name, tensor
         missing = [name for name in self._shapes if name not in seen]
-        if self._whole and missing:
+        if self._whole and missing and not partial:
             raise ConfigError(
                 f"The weights were not published whole: `{missing[0]}` is missing ({len(missing)} names). Every "
                 f"publish brings every tensor."
             )
         if not seen:
             raise ConfigError("There are no weights to publish. Give a model that has some.")
-        self._shapes = seen
-        self._whole = True
+        if not partial:
+            self._shapes = seen
+            self._whole = True
 
 
 class WeightStream:

@@ -22,10 +22,12 @@ from etude.images import image_digest
 from etude.images.encoding import encode_png
 from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.builders.crew import RankBuilder
-from etude.recipes.run.builders.policy import build_chat_renderer
+from etude.recipes.run.builders.policy import PolicyLoader, build_chat_renderer
 from etude.records import Message, Task
 from etude.store import TurnRecorded, open_store
+from etude.train.backend import model_of
 from tests.recipes.runs import Captured, options, refused, rows_of, run_of, same, step_metrics, train, weights
+from tests.rollout.engines import engine_of
 from tests.vlms import make_vlm, picture
 from tests.waits import blocked_until
 
@@ -204,3 +206,17 @@ def test_trainer_and_engine_read_an_image_once(world: Path) -> None:
     assert engine is not None
     with closing(engine):
         assert engine.pixels is not None and worker._learner._backend.forward.pixels is engine.pixels
+
+
+def test_a_frozen_tower_is_not_published_to_an_engine_with_weights_of_its_own(world: Path) -> None:
+    run = run_of(world, **LOOKS)
+    builder = RankBuilder(run, build_chat_renderer(run))
+    policy = model_of(PolicyLoader(run, builder.chat.tokenizer).load_trained(None))
+    with engine_of(policy.copy(), builder.chat.tokenizer) as engine:
+        worker = builder.build_worker(policy, engine, None)
+        text = {name: weight for name, weight in policy.named_weights() if name not in policy.frozen_tower}
+        with torch.no_grad():
+            for weight in text.values():
+                weight.mul_(1.5)
+        assert worker.publish(1).reduce()["publish_bytes"] == sum(weight.nbytes for weight in text.values())
+        assert same(dict(engine.model.named_weights()), dict(policy.named_weights()))

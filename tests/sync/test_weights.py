@@ -20,6 +20,9 @@ def test_the_first_complete_publish_defines_the_manifest() -> None:
     plan = WeightManifest()
     assert [name for name, _ in plan.check_weights(weights((2, 3), (4,)))] == ["layer.0.weight", "layer.1.weight"]
     assert len(list(plan.check_weights(weights((2, 3), (4,))))) == 2
+    assert len(list(plan.check_weights(weights((2, 3)), partial=True))) == 1
+    with pytest.raises(ConfigError, match=r"`layer.0.weight` is \[5\] now"):
+        list(plan.check_weights(weights((5,)), partial=True))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Of adapters all those stay that a server holds. All are removed when the run is 
 With a direct weight transport the ranks send the weights (`weight_sender`). This module chooses the servers, and gets
 the result of each. No weight passes through this process, unless it is the only rank. A restarted server gets the
 newest weights in the same way. If the weights have changed since they were published, the next publish updates it.
+The weights of a vision tower that is not trained are sent to a server once, and again after a restart or a failure.
 """
 
 from __future__ import annotations
@@ -193,6 +194,7 @@ def serve_run(
         config.check_experts(device)
     weights = directory / WEIGHTS
     plan = build_send_plan(config, crew, untied=config.needs_untied_head(device), alone=run.cluster == "local")
+    plan = replace(plan, keeps_tower=not (sleeps or config.url))
     if config.url:  # such servers may serve the whole model that the trained one is a part of
         plan = replace(plan, names_of=run.model.path)
     plugin_directory = install_plugin(cache_directory() / "plugins") if plan.ranks else None

@@ -33,7 +33,7 @@ from etude.protocols import Gather, Ids, Split, dispatch_mode
 from etude.recipes.workers.checkpointed import CheckpointedWorker
 from etude.recipes.workers.update_observer import UpdateObserver
 from etude.recipes.workers.utilization import UtilizationMeter, count_parameters
-from etude.recipes.workers.weight_sender import CollectiveWeights, SendPlan, SendResult, ServerUpdate, WeightSender
+from etude.recipes.workers.weight_sender import SendPlan, SendResult, ServerUpdate, WeightSender, collect_together
 from etude.records import Completion, SamplingParams
 from etude.rollout import TorchEngine
 from etude.rollout.engine_thread import release_omp_workers
@@ -333,9 +333,14 @@ class PolicyWorker(CheckpointedWorker):
             return SendResult(results)  # type: ignore[return-value]
         self._sent_version = self._learner.version
         self._sender = self._sender or WeightSender(plan.sync, self._learner.model.device)
+        model = self._learner.model
+        keeps = plan.keeps_tower and not restarted and self._sender.have_all(servers_of_rank)
+        kept = model.frozen_tower if keeps else frozenset()
         with self._server_weights(plan.untied) as weights:
-            named = self._names(plan.names_of).publish(self._learner.model.with_buffers(weights))
-            return self._sender.send(servers_of_rank, named, version)  # type: ignore[return-value]
+            sent = ((name, weight) for name, weight in weights if name not in kept)
+            named = self._names(plan.names_of).publish(model.with_buffers(sent))
+            result = self._sender.send(servers_of_rank, named, version, partial=bool(kept))
+        return result  # type: ignore[return-value]
 
     @dispatch_mode()
     def write_model(
@@ -401,18 +406,11 @@ class PolicyWorker(CheckpointedWorker):
         """Return the names that servers know; see `SendPlan`."""
         return PublishedNames(self._learner.model.module, () if names_of is None else find_weights(names_of))
 
-    @contextmanager
-    def _collective(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Iterable[tuple[str, Tensor]]]:
-        """Yield weights of the learner. If they are sharded, every rank goes through all of them, even if it uses
-        none."""
-        if not self._learner.is_sharded:
-            yield weights
-            return
-        collective = CollectiveWeights(weights)
-        try:
-            yield collective
-        finally:
-            collective.drain()
+    def _collective(
+        self, weights: Iterable[tuple[str, Tensor]]
+    ) -> AbstractContextManager[Iterable[tuple[str, Tensor]]]:
+        """Yield weights of the learner, of which every rank goes through all; see `collect_together`."""
+        return collect_together(weights, divided=self._learner.is_sharded)
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
@@ -438,7 +436,8 @@ class PolicyWorker(CheckpointedWorker):
         else:
             gathered = {name: weight.shape for name, weight in model.named_weights()} if learner.is_sharded else None
             with self._collective(learner.merged_weights()) as weights:
-                metrics = asyncio.run(publish_to_engine(engine, weights, version, gathered))
+                publishing = publish_to_engine(engine, weights, version, gathered, kept=model.frozen_tower)
+                metrics = asyncio.run(publishing)
         asyncio.run(engine.wake())  # it may have slept to make room
         asyncio.run(engine.resume())  # it has paused since the update
         release_omp_workers()

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +39,9 @@ class SendPlan:
     """The ranks that send."""
     untied: bool
     """True if a head that is tied to the embedding is sent as a separate weight."""
+    keeps_tower: bool = False
+    """True if servers keep weights between updates: the run has started them, and they do not sleep. Then a vision
+    tower that is not trained is sent to each of them once."""
     names_of: Path | None = None
     """The model directory whose files have the names that the servers know; None for those of transformers' model."""
 
@@ -92,6 +96,19 @@ class CollectiveWeights:
             pass
 
 
+@contextmanager
+def collect_together(weights: Iterable[tuple[str, Tensor]], *, divided: bool) -> Iterator[Iterable[tuple[str, Tensor]]]:
+    """Yield weights. If they are divided among ranks, every rank goes through all of them, even if it uses none."""
+    if not divided:
+        yield weights
+        return
+    collective = CollectiveWeights(weights)
+    try:
+        yield collective
+    finally:
+        collective.drain()
+
+
 class WeightSender:
     """Sends the weights of one rank to servers, which may be different ones each time."""
 
@@ -102,6 +119,8 @@ class WeightSender:
         self._weight_sync: ReplicaWeightSync | None = None
         self._epochs: dict[str, int] = {}
         """The incarnation of each server at the last update, by URL."""
+        self._complete: dict[str, int] = {}
+        """The incarnation of each server that has taken all weights, and no update that failed since, by URL."""
 
     def close(self) -> None:
         """Free the resources of the weight transport."""
@@ -109,12 +128,30 @@ class WeightSender:
             self._weight_sync.close()
         self._weight_sync = None
 
-    def send(self, servers: Sequence[ServerAddress], weights: Iterable[tuple[str, Tensor]], version: int) -> SendResult:
-        """Send these weights to the servers, and return the results."""
-        return asyncio.run(self._send([ServerClient.from_address(server) for server in servers], weights, version))
+    def have_all(self, servers: Sequence[ServerAddress]) -> bool:
+        """Return True if each of these servers has taken all weights, so that those which do not change can be left
+        out."""
+        return all(self._complete.get(server.url) == server.incarnation for server in servers)
+
+    def send(
+        self,
+        servers: Sequence[ServerAddress],
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        *,
+        partial: bool = False,
+    ) -> SendResult:
+        """Send these weights to the servers, and return the results. partial: some that all have are left out."""
+        clients = [ServerClient.from_address(server) for server in servers]
+        result = asyncio.run(self._send(clients, weights, version, partial))
+        for server, update in zip(servers, result.servers, strict=True):
+            self._complete.pop(server.url, None)
+            if update.updated:
+                self._complete[server.url] = server.incarnation
+        return result
 
     async def _send(
-        self, servers: Sequence[ServerClient], weights: Iterable[tuple[str, Tensor]], version: int
+        self, servers: Sequence[ServerClient], weights: Iterable[tuple[str, Tensor]], version: int, partial: bool
     ) -> SendResult:
         if not servers:
             return SendResult()
@@ -126,7 +163,9 @@ class WeightSender:
                 self._weight_sync = build_weight_sync(servers, self._sync, Path(), self._gpu)
             restarted = [server for server in servers if self._epochs.get(server.url) != server.incarnation]
             self._epochs |= {server.url: server.incarnation for server in servers}
-            metrics = (await self._weight_sync.publish(weights, version, servers, restarted=restarted)).reduce()
+            metrics = (
+                await self._weight_sync.publish(weights, version, servers, restarted=restarted, partial=partial)
+            ).reduce()
         except (EtudeError, OSError, RuntimeError) as error:
             failure = str(error) or type(error).__name__
         finally:

@@ -44,6 +44,7 @@ from tests.processes import rise_of
 from tests.recipes.runs import run_of
 from tests.rollout.test_server_pool import be, expected, ids, pids, python, served, theirs, until, words
 from tests.served import on, options_of
+from tests.vlms import load_vlm, write_vlm
 from tests.worlds import make_tasks, make_tokenizer
 
 REPLICAS = 3
@@ -113,13 +114,18 @@ class World:
 
 
 @contextmanager
-def world_of(directory: Path, ranks: int = 1, hidden: int = 64, **options: object) -> Iterator[World]:
-    """Start a run's ranks and servers, without its loop."""
-    size = make_tokenizer(directory / "model")
-    save(
-        create(tiny_config(size, layers=2, hidden=hidden, heads=2, context=128, tied=False), seed=0),
-        directory / "model",
-    )
+def world_of(
+    directory: Path, ranks: int = 1, hidden: int = 64, *, sees: bool = False, **options: object
+) -> Iterator[World]:
+    """Start a run's ranks and servers, without its loop. sees: the model takes images."""
+    if sees:
+        write_vlm("qwen3_vl", directory / "model")
+    else:
+        size = make_tokenizer(directory / "model")
+        save(
+            create(tiny_config(size, layers=2, hidden=hidden, heads=2, context=128, tied=False), seed=0),
+            directory / "model",
+        )
     make_tasks(directory / "tasks.jsonl", 4)
     given: dict[str, object] = {
         "rollout.weight_transport": "shm",
@@ -216,6 +222,20 @@ def test_a_restarted_server_gets_the_newest_weights(two: World) -> None:
     assert result["weights"] == two.weights()
     assert {int(path.split("_")[1]) for path in result["buckets"]} == {two.pids[1]}, "by the same rank as always"  # type: ignore[attr-defined]
     assert ask(two) == answers(two, 7)
+
+
+@pytest.mark.slow
+def test_a_frozen_tower_is_sent_to_a_server_once_and_again_after_its_restart(tmp_path: Path) -> None:
+    with world_of(tmp_path, sees=True, **{"rollout.replicas": 1}) as world:
+        whole, partial = (world.publish(version).reduce()["publish_bytes"] for version in (1, 2))
+        tower = load_vlm(tmp_path / "model").tower_weights.values()
+        assert whole - partial == sum(weight.nbytes for weight in tower)
+        os.kill(world.of(0), signal.SIGKILL)
+        until(lambda: world.served.stats().reduce()["engine/restarts"] == 1, 60)
+        until(lambda: not world.servers[0].withdrawn and world.versions() == [2], 60)
+        sent = world.carried()[0]["weights"]
+        assert isinstance(sent, dict) and sorted(sent.values()) == sorted(world.weights().values())
+        assert world.publish(3).reduce()["publish_bytes"] == partial
 
 
 def test_a_server_that_does_not_abort_its_answers_stays_stopped(two: World) -> None:
