@@ -31,6 +31,7 @@ from etude.recipes.run.machine.placement import PlacementConfig, check_placement
 from etude.recipes.run.resume.precision import choose_precision, resolve_precision
 from etude.recipes.run.rules import checks
 from etude.recipes.run.rules.stale_data import check_staleness
+from etude.recipes.run.rules.vision import check_vision
 from etude.recipes.supervised.builder import check_loss
 from etude.recipes.supervised.config import SupervisedRun
 from etude.rollout import ServerConfig, TorchEngineConfig
@@ -188,6 +189,7 @@ def _check_gpu_count(gpus: int, ranks: int, placement: PlacementConfig, servers:
 
 def _check_run(run: Recipe) -> None:
     """Refuse a run that `etude train` would refuse too."""
+    check_vision(run)
     if isinstance(run, SupervisedRun):
         check_loss(run)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from contextlib import nullcontext
@@ -13,10 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from etude.errors import ConfigError
+from etude.images.addresses import to_data_url
 from etude.models import load, tiny_config
 from etude.recipes.run.builders.auxiliary_models import AuxiliaryLoader, load_pixels
 from etude.recipes.run.rules.checks import check_run
 from tests.recipes.runs import run_of
+from tests.rollout.shown import png
 from tests.vlms import make_vlm
 
 
@@ -52,9 +55,26 @@ def test_what_a_tower_does_not_go_with_is_refused(
         check_run(run_of(world, **{"model.path": make_vlm(family), **options}))
 
 
-def test_a_model_that_is_used_for_text_too_keeps_its_options(world: Path) -> None:
-    for options in ({"advantage": "gae"}, {"ranks": 2, "mesh.tensor": 2}):
-        check_run(run_of(world, **{"model.path": make_vlm("gemma3"), **options}))
+@pytest.mark.parametrize(
+    ("family", "options", "sentence"),
+    [
+        ("gemma3", {"advantage": "gae"}, "a critic of a vision-language model is not supported"),
+        ("gemma3", {"ranks": 2, "mesh.tensor": 2}, "`mesh.tensor=2` does not split a model with a vision tower. Set"),
+        ("gemma3", {"rollout": "vllm"}, "Images are sent to vLLM for Qwen2-VL"),
+        ("smolvlm", {"rollout": "vllm"}, "vLLM takes an image's features in one run, and this processor cuts images"),
+    ],
+)
+def test_a_model_that_is_used_for_text_too_keeps_its_options_until_a_task_has_an_image(
+    world: Path, tmp_path: Path, family: str, options: dict[str, Any], sentence: str
+) -> None:
+    where = {"model.path": make_vlm(family), **options}
+    check_run(run_of(world, **where))
+    tasks = tmp_path / "tasks.jsonl"
+    row = {"prompt": "<image> How many?", "images": [to_data_url(png(0, 8, 8), "image/png")], "answer": "two"}
+    tasks.write_text(json.dumps(row))
+    told = re.escape("Rows of `data.train` have images. ")
+    with pytest.raises(ConfigError, match=rf"{told}.*{re.escape(sentence)}"):
+        check_run(run_of(world, **where, **{"data.train": tasks}))
 
 
 @pytest.mark.parametrize(("family", "refused"), [("qwen3_vl", True), ("gemma3", False)])
