@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,19 +29,17 @@ from etude.protocols import Observation
 from etude.recipes.run.builders.hubs import name_task_files
 from etude.recipes.run.config import Run
 from etude.records import Message, Outcome, Task
-from etude.rollout.python_environments import PackagePins
 from etude.store.queue.rollout_queue import AttemptReport
 from tests.agents.hubs.test_pool import ODD
 from tests.components import require_hub
 from tests.joined import started
 from tests.learn.games import make_tokenizer
+from tests.openenv import echo_server
 from tests.recipes import partners
 from tests.recipes.runs import REWARDS, Captured, options, refused_run, same, step_metrics, train, weights
 from tests.recipes.supervised_runs import write
 from tests.waits import blocked_until
 
-SERVER = PackagePins("openenv-server", ("openenv==0.10.0",))
-"""The packages of an OpenEnv server."""
 BLACKJACK = {
     "env.hub": "gymnasium:Blackjack-v1",
     "env.kwargs": "{text: true, instructions: 'play:', actions: [stick, hit], unclear: -1}",
@@ -222,6 +219,7 @@ def test_a_model_is_trained_on_a_game_of_textarena(world: Path, tmp_path: Path) 
     given = {
         **VERIFIERS,
         "env.hub": "textarena:GuessTheNumber-v0",
+        "env.kwargs": "{text: true}",
         "env.python": require_hub("textarena"),
         "env.max_turns": 2,
         "model.path": make_talker(tmp_path / "model", context=1024),
@@ -233,32 +231,16 @@ def test_a_model_is_trained_on_a_game_of_textarena(world: Path, tmp_path: Path) 
 
 
 @pytest.fixture
-def echo_server(tmp_path: Path) -> Iterator[str]:
-    """The environment that `openenv init` makes, which repeats a message; it takes one session at a time."""
-    python = require_hub("openenv", SERVER).parent
-    made = subprocess.run([python / "openenv", "init", "echo_demo"], cwd=tmp_path, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [python / "uvicorn", "server.app:app", "--port", str(port), "--log-level", "warning"]
-    with subprocess.Popen(command, cwd=tmp_path / "echo_demo") as server:
-        try:
-            blocked_until(lambda: server.poll() is None and answers(port), 120)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.kill()
-
-
-def answers(port: int) -> bool:
-    with socket.socket() as tried:
-        return tried.connect_ex(("127.0.0.1", port)) == 0
+def echo(tmp_path: Path) -> Iterator[str]:
+    """The address of a server."""
+    with echo_server(tmp_path) as address:
+        yield address
 
 
 @pytest.mark.integration
-def test_an_environment_of_openenv_is_played_at_its_server(world: Path, tmp_path: Path, echo_server: str) -> None:
+def test_an_environment_of_openenv_is_played_at_its_server(world: Path, tmp_path: Path, echo: str) -> None:
     """The second rollout waits until the first one has given its session back."""
-    spec = HubSpec("openenv", echo_server, require_hub("openenv"), {"show": "echoed_message"}, 4)
+    spec = HubSpec("openenv", echo, require_hub("openenv"), {"show": "echoed_message"}, 4)
 
     async def both(pool: HubPool) -> list[list[Observation]]:
         (row,) = pool.tasks(3, 4)
@@ -276,7 +258,7 @@ def test_an_environment_of_openenv_is_played_at_its_server(world: Path, tmp_path
     assert "message" in wrong.content and wrong.reward is None and not wrong.done, "the model reads what was wrong"
     given = {
         **VERIFIERS,
-        "env.hub": f"openenv:{echo_server}",
+        "env.hub": f"openenv:{echo}",
         "env.python": spec.python,
         "env.max_turns": 2,
         "env.max_concurrency": 1,
@@ -317,10 +299,11 @@ def test_a_program_of_verifiers_is_trained_by_its_calls(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     speaker = make_talker(tmp_path / "model")
     given = {**VERIFIERS, "env.python": python, "model.path": speaker, "data.max_prompt_length": 64}
+    given |= {"collect.tasks": 1}
     train(world, tmp_path / "run", **{name.replace(".", "__"): value for name, value in given.items()})
     (first,) = step_metrics(tmp_path / "run")
-    assert first["rollouts"] == 4 and first["turns"] == 3 and first["failed_attempts"] == 0
-    assert first["endpoint/turns_continued"] == 8, "every later turn goes on from the one before"
+    assert first["rollouts"] == 2 and first["turns"] == 3 and first["failed_attempts"] == 0
+    assert first["endpoint/turns_continued"] == 4, "every later turn goes on from the one before"
     assert 0 <= first["reward/right"] <= 1
 
 
@@ -332,6 +315,7 @@ def test_a_runner_elsewhere_plays_the_program_of_the_runs_hub(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     given = {**VERIFIERS, "env.python": python, "model.path": make_talker(tmp_path / "model"), "agent.runners": 0}
     given |= {"data.max_prompt_length": 64, "observe.console": "plain", "directory": tmp_path / "run"}
+    given |= {"collect.tasks": 1}
     words = options(world, **{name.replace(".", "__"): value for name, value in given.items()})
     key = tmp_path / "run/runner.key"
     with started(["train", *words], tmp_path / "log") as train:
@@ -345,8 +329,8 @@ def test_a_runner_elsewhere_plays_the_program_of_the_runs_hub(
             runner.send_signal(signal.SIGTERM)
             assert runner.ends(30) == 0, runner.said
     (first,) = step_metrics(tmp_path / "run")
-    assert first["rollouts"] == 4 and first["failed_attempts"] == 0
-    assert "Attempts played: 4 succeeded" in runner.said
+    assert first["rollouts"] == 2 and first["failed_attempts"] == 0
+    assert "Attempts played: 2 succeeded" in runner.said
 
 
 @pytest.mark.integration

@@ -25,7 +25,7 @@ class Hub:
         self.version = f"textarena {version('textarena')}"
         given = dict(options)
         self._is_text = bool(given.pop("text", False))
-        self._instructions = str(given.pop("instructions", ""))
+        self._instructions = str(given.pop("instructions", "Play this game."))
         self._what = what
         self._arguments = given
         try:
@@ -38,7 +38,7 @@ class Hub:
     def tasks(self, first: int, count: int) -> list[dict[str, Any]]:
         """Return tasks, each with the seed of its game. There is no last one."""
         text = self._instructions
-        prompt: Any = f"{text}\n" * bool(text) if self._is_text else [{"role": "user", "content": text}]
+        prompt: Any = f"{text}\n" if self._is_text else [{"role": "user", "content": text}]
         return [{"prompt": prompt, "seed": seed} for seed in range(first, first + count)]
 
     def open(self) -> Game:
@@ -77,7 +77,7 @@ class Game:
             self._around = "\n"
             return {"content": f"{prompt}{text}\n"}
         *before, last = prompt
-        return {"content": [*before, {**last, "content": f"{last['content']}\n\n{text}".strip()}]}
+        return {"content": [*before, {**last, "content": f"{last['content']}\n\n{text}"}]}
 
     def step(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """Make the move of the answer, and return what the game says."""
