@@ -23,7 +23,7 @@ from etude.images.pixel_cache import PixelCache
 from etude.records import Rollout, Sample
 from tests.vlms import QWEN, make_vlm, picture
 
-WRAPPED: Final = {"smolvlm": "<image>", "idefics3": "<image>", "gemma3": "<start_of_image>"}
+WRAPPED: Final = {"smolvlm": "<image>", "idefics3": "<image>", "gemma3": "<start_of_image>", "gemma4": "<|image|>"}
 """The text that a template writes for an image, by family; `QWEN_IMAGE` for others."""
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 Picture = tuple[int, int, int]
@@ -110,7 +110,7 @@ class VisionRows:
         if row.pictures:
             processor = AutoImageProcessor.from_pretrained(self.where, backend="pil")
             read = processor(images=[picture(*shown) for shown in row.pictures], return_tensors="pt")
-            names = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
+            names = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_position_ids")
             inputs |= {name: read[name] for name in names if name in read}
         if self.family in QWEN:
             inputs["mm_token_type_ids"] = (ids == self.image_id).int()

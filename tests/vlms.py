@@ -19,6 +19,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -27,7 +28,7 @@ from etude.models import Model, load
 
 QWEN: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 TILED: Final = ("smolvlm", "idefics3")
-FAMILIES: Final = (*QWEN, *TILED, "gemma3")
+FAMILIES: Final = (*QWEN, *TILED, "gemma3", "gemma4")
 """The model types that `make_vlm` knows."""
 
 QWEN_TEMPLATE = """
@@ -86,6 +87,23 @@ GEMMA_TEMPLATE = """
 {%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}
 """.strip()
 
+GEMMA4_TEMPLATE = """
+{{- bos_token }}
+{%- for message in messages -%}
+    {{ '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' }}
+    {%- if message['content'] is string -%}{{ message['content'] | trim }}
+    {%- else -%}
+        {%- for item in message['content'] -%}
+            {%- if item['type'] == 'image' -%}{{ '<|image|>' }}
+            {%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{ '<turn|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|turn>model\\n' }}{%- endif -%}
+""".strip()
+
 CORPUS = (
     "How many red squares are there? There are three circles and two squares.\n\n\nuser\nassistant\nsystem model\n",
     "zoom crop look at the picture again, then count: one two three four five six\n\n",
@@ -102,6 +120,18 @@ TILED_WORDS = (
 GEMMA_WORDS = (
     *("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+)
+GEMMA4_WORDS = (
+    "<pad>",
+    "<eos>",
+    "<bos>",
+    "<|turn>",
+    "<turn|>",
+    "<|image>",
+    "<image|>",
+    "<|image|>",
+    "<|video|>",
+    "<|audio|>",
 )
 NO_ENDS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 TEXT: dict[str, Any] = {
@@ -163,7 +193,7 @@ def _write_weights(config: PreTrainedConfig, where: Path, seed: int) -> None:
         model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for weight in model.parameters():
-                if weight.ndim > 1 and not weight.any():  # Gemma's projector begins as zeros
+                if weight.ndim > 1 and not weight.std():  # Gemma's projector begins as zeros, its positions as ones
                     weight.normal_(0, 0.3)
                 elif weight.ndim > 1 and weight.std() < 0.1:
                     weight.mul_(4)
@@ -188,7 +218,7 @@ def vlm_config(family: str, **text: Any) -> PreTrainedConfig:
             pad_token_id=0,
         )
         return config
-    return _gemma_config(sizes, ids)
+    return _gemma_config(sizes, ids) if family == "gemma3" else _gemma4_config(sizes, ids)
 
 
 def _qwen_config(family: str, text: dict[str, Any], ids: dict[str, int]) -> PreTrainedConfig:
@@ -247,6 +277,40 @@ def _gemma_config(text: dict[str, Any], ids: dict[str, int]) -> PreTrainedConfig
     return config
 
 
+def _gemma4_config(text: dict[str, Any], ids: dict[str, int]) -> PreTrainedConfig:
+    own = {
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": text["vocab_size"],
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "pad_token_id": ids["<pad>"],
+        "bos_token_id": ids["<bos>"],
+        "eos_token_id": ids["<eos>"],
+    }
+    vision = {name: value for name, value in ENCODER.items() if name != "image_size"}
+    config: PreTrainedConfig = AutoConfig.for_model(
+        "gemma4",
+        text_config={**own, **text},
+        vision_config={
+            **vision,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "pooling_kernel_size": 2,
+            "standardize": True,
+        },
+        image_token_id=ids["<|image|>"],
+        video_token_id=ids["<|video|>"],
+        audio_token_id=ids["<|audio|>"],
+        boi_token_id=ids["<|image>"],
+        eoi_token_id=ids["<image|>"],
+        tie_word_embeddings=True,
+    )
+    return config
+
+
 @cache
 def _tokenizer(family: str) -> tuple[PreTrainedTokenizerFast, str]:
     """Return a family's tokenizer and its chat template."""
@@ -267,6 +331,11 @@ def _tokenizer(family: str) -> tuple[PreTrainedTokenizerFast, str]:
         template, words = GEMMA_TEMPLATE, GEMMA_WORDS
         named = {"eos_token": "<end_of_turn>", "bos_token": "<bos>", "pad_token": "<pad>"}
         extra = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    elif family == "gemma4":
+        template, words = GEMMA4_TEMPLATE, GEMMA4_WORDS
+        named = {"eos_token": "<turn|>", "bos_token": "<bos>", "pad_token": "<pad>"}
+        extra = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+        extra |= {"audio_token": "<|audio|>", "boa_token": "<|audio|>", "eoa_token": "<|audio|>"}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_train_tokenizer(words), chat_template=template, extra_special_tokens=extra, **named
     )
@@ -292,6 +361,8 @@ def _processor(family: str) -> Any:
     if family in TILED:
         tiles = {"smolvlm": SmolVLMImageProcessorPil, "idefics3": Idefics3ImageProcessorPil}[family]
         return tiles(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True)
+    if family == "gemma4":
+        return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
     return Gemma3ImageProcessorPil(size={"height": 32, "width": 32}, image_seq_length=16)
 
 

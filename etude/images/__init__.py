@@ -13,7 +13,15 @@ The last two load Pillow, so they are imported by their own names.
 from __future__ import annotations
 
 from etude.errors import ImageError
-from etude.images.layouts import FixedCount, ImageLayout, PatchGrid, Tiles, read_image_layout, read_processor
+from etude.images.layouts import (
+    FixedCount,
+    ImageLayout,
+    PatchBudget,
+    PatchGrid,
+    Tiles,
+    read_image_layout,
+    read_processor,
+)
 from etude.images.spans import (
     ImageRef,
     ImageSpan,
@@ -31,6 +39,7 @@ __all__ = [
     "ImageLayout",
     "ImageRef",
     "ImageSpan",
+    "PatchBudget",
     "PatchGrid",
     "PromptImages",
     "Tiles",

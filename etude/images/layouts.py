@@ -6,6 +6,7 @@ gives features, and each family has its own arithmetic::
     PatchGrid    <|image_pad|>      Qwen2-VL, Qwen2.5-VL, Qwen3-VL   one token for each square of patches
     Tiles        <image>            SmolVLM, Idefics3                tiles of one size, and the whole image as one more
     FixedCount   <start_of_image>   Gemma 3                          always the same number
+    PatchBudget  <|image|>          Gemma 4                          as many squares as fit, in the image's shape
 
 The settings are those of a model's directory. `max_pixels` changes them in one place, `read_processor`: the tokens,
 the pixels and an exported processor follow it.
@@ -26,6 +27,8 @@ Settings: TypeAlias = dict[str, Any]
 
 LONGEST_RATIO = 200
 """The largest ratio of the longer to the shorter side of an image, for a grid of patches."""
+BUDGETS = (70, 140, 280, 560, 1120)
+"""The numbers of tokens that Gemma 4 allows for an image at most."""
 LONGEST_SIDE = 4096
 """The longest side, in pixels, that a processor of tiles resizes an image to."""
 
@@ -57,6 +60,14 @@ _TILES: Settings = {
     "max_image_size": {"longest_edge": 364},
 }
 _FIXED: Settings = {**_COMMON, **_HALF, "resample": 2, "do_pan_and_scan": False, "size": {"height": 224, "width": 224}}
+_BUDGET: Settings = {
+    **_COMMON,
+    "do_normalize": False,
+    "resample": 3,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "max_soft_tokens": 280,
+}
 _DEFAULTS: dict[str, Settings] = {
     "qwen2_vl": _PATCHES,
     "qwen2_5_vl": _PATCHES,
@@ -65,11 +76,12 @@ _DEFAULTS: dict[str, Settings] = {
     "smolvlm": _TILES,
     "idefics3": _TILES,
     "gemma3": _FIXED,
+    "gemma4": _BUDGET,
 }
 TOWER_ON_REQUEST = frozenset({"qwen3_5"})
 """The model types whose text part is a model by itself, which is loaded unless the tower is wanted too."""
-# Settings with one value that is reproduced here.
-_EXPECTED = {**_ALWAYS, "do_pad": True, "do_pan_and_scan": False}
+_FIXED_SETTINGS = (*_ALWAYS, "do_pad", "do_pan_and_scan")
+"""Settings of which one value is reproduced here, that of the defaults."""
 
 
 class ImageLayout(Protocol):
@@ -215,6 +227,41 @@ class FixedCount:
         return self.tokens
 
 
+@dataclass(frozen=True, slots=True)
+class PatchBudget:
+    """Gemma 4's layout: the image keeps its shape, and is resized to as many whole squares as a budget has."""
+
+    square: int
+    """The side, in pixels, of the square that one token stands for."""
+    budget: int
+    """The most tokens of an image."""
+    placeholder: str = "<|image|>"
+    image_token: str = "<|image|>"
+
+    def expand(self, width: int, height: int) -> str:
+        """Return one image token for each square, between the marks of an image."""
+        return f"<|image>{self.image_token * self.count(width, height)}<image|>"
+
+    def count(self, width: int, height: int) -> int:
+        """Return the number of squares."""
+        rows, columns = self.squares(width, height)
+        return rows * columns
+
+    def squares(self, width: int, height: int) -> tuple[int, int]:
+        """Return the rows and columns of squares of an image of this size."""
+        factor = math.sqrt(self.budget * self.square**2 / (height * width))
+        rows = math.floor(factor * height / self.square)
+        columns = math.floor(factor * width / self.square)
+        if not rows:
+            return 1, min(width // height, self.budget)
+        return (rows, columns) if columns else (min(height // width, self.budget), 1)
+
+
+def has_causal_images(text_config: Mapping[str, Any]) -> bool:
+    """Return true if the tokens of an image attend as those of text do, for a Gemma 4 with this config."""
+    return text_config.get("use_bidirectional_attention") is None
+
+
 def read_image_layout(directory: Path, max_pixels: int | None = None, *, tower: bool = True) -> ImageLayout | None:
     """Return the layout of the model in a directory; None for a model that takes no images.
 
@@ -237,6 +284,13 @@ def read_image_layout(directory: Path, max_pixels: int | None = None, *, tower: 
             return Tiles(side * side, processor["size"]["longest_edge"], tile, processor["do_image_splitting"])
         case "gemma3":
             return FixedCount(config["mm_tokens_per_image"])
+        case "gemma4":
+            if not has_causal_images(config["text_config"]):
+                raise ConfigError(
+                    f"In the model in {directory} the tokens of an image attend to each other both ways, "
+                    "which Etude does not compute: it takes text alone. Leave images out, or give a Gemma 4 E2B or E4B."
+                )
+            return PatchBudget(processor["patch_size"] * processor["pooling_kernel_size"], processor["max_soft_tokens"])
     size = processor["size"]
     return PatchGrid(processor["patch_size"] * processor["merge_size"], size["shortest_edge"], size["longest_edge"])
 
@@ -253,13 +307,14 @@ def read_processor(directory: Path, max_pixels: int | None = None) -> Settings |
     if kind not in _DEFAULTS:
         raise ConfigError(
             f"The model in {directory} takes images in the way of `{kind}`, which Etude does not know. "
-            "It knows Qwen2-VL to Qwen3-VL, SmolVLM, Idefics3 and Gemma 3."
+            "It knows Qwen2-VL to Qwen3-VL, SmolVLM, Idefics3, Gemma 3 and Gemma 4."
         )
     path = directory / "preprocessor_config.json"
     written = _read(path) or _read(directory / "processor_config.json").get("image_processor", {})
     processor = {**_DEFAULTS[kind], **{name: value for name, value in written.items() if value is not None}}
-    for name, expected in _EXPECTED.items():
-        if name in _DEFAULTS[kind] and processor[name] != expected:
+    for name in _FIXED_SETTINGS:
+        expected = _DEFAULTS[kind].get(name)
+        if processor.get(name) != expected and expected is not None:
             raise ConfigError(
                 f"{path} has `{name}` {json.dumps(processor[name])}, and Etude prepares images with "
                 f"{json.dumps(expected)} alone. Set it so if the model was trained so."
@@ -289,6 +344,12 @@ def _limit(processor: Settings, kind: str, max_pixels: int) -> None:
             f"A model of the kind `{kind}` takes every image in one size, so `vision.max_pixels` {max_pixels} "
             "would have no effect. Leave it out."
         )
+    if _DEFAULTS[kind] is _BUDGET:
+        square = (processor["patch_size"] * processor["pooling_kernel_size"]) ** 2
+        processor["max_soft_tokens"] = max(
+            (each for each in BUDGETS if each * square <= max_pixels), default=BUDGETS[0]
+        )
+        return
     size = processor["size"]
     if _DEFAULTS[kind] is _PATCHES:
         least = (processor["patch_size"] * processor["merge_size"]) ** 2

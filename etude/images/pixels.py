@@ -17,7 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import ConfigError
-from etude.images.layouts import FixedCount, ImageLayout, PatchGrid, Settings, Tiles, read_image_layout, read_processor
+from etude.images.layouts import (
+    FixedCount,
+    ImageLayout,
+    PatchBudget,
+    PatchGrid,
+    Settings,
+    Tiles,
+    read_image_layout,
+    read_processor,
+)
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -74,6 +83,11 @@ class PixelReader:
                 square = self.layout.square
                 part = np.asarray(self._resized(image, columns * square, rows * square))
                 return ResizedImage(part[None], rows * columns, (1, rows, columns))
+            case PatchBudget():
+                rows, columns = self.layout.squares(image.width, image.height)
+                square = self.layout.square
+                part = np.asarray(self._resized(image, columns * square, rows * square))
+                return ResizedImage(part[None], rows * columns)
             case Tiles():
                 parts = np.stack(list(map(np.asarray, self._cut_tiles(image, self.layout))))
                 return ResizedImage(parts, len(parts) * self.layout.tokens)
@@ -88,6 +102,8 @@ class PixelReader:
         match self.layout:
             case PatchGrid():
                 arrays = self._compute_patches(image)
+            case PatchBudget():
+                arrays = self._compute_lines(image, self.layout.budget)
             case Tiles():
                 arrays = {
                     "pixel_values": self._compute_parts(image),
@@ -117,8 +133,9 @@ class PixelReader:
         """[3, 256]: the number of each level of each colour, in the types that transformers computes it in."""
         levels = np.repeat(np.arange(256, dtype=np.float64)[:, None], 3, axis=1)
         values = (levels * self.processor["rescale_factor"]).astype(np.float32)
-        values -= np.array(self.processor["image_mean"], np.float32)
-        values /= np.array(self.processor["image_std"], np.float32)
+        if self.processor["do_normalize"]:
+            values -= np.array(self.processor["image_mean"], np.float32)
+            values /= np.array(self.processor["image_std"], np.float32)
         return np.ascontiguousarray(values.T)
 
     def _compute_parts(self, image: ResizedImage) -> NDArray[np.float32]:
@@ -145,3 +162,18 @@ class PixelReader:
             "pixel_values": values.reshape(len(patches), -1),
             "image_grid_thw": np.array([[1, rows * merge, columns * merge]], np.int64),
         }
+
+    def _compute_lines(self, image: ResizedImage, budget: int) -> dict[str, NDArray[Any]]:
+        """The patches line by line, as many as a budget of tokens has: what is left is empty, at no place."""
+        patch = self.processor["patch_size"]
+        _, height, width, _ = image.parts.shape
+        rows, columns = height // patch, width // patch
+        count = budget * self.processor["pooling_kernel_size"] ** 2
+        cells = image.parts.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 1, 3, 4)
+        patches = cells.reshape(rows * columns, patch**2, 3)
+        values = np.zeros((1, count, patch**2, 3), np.float32)
+        for colour, numbers in enumerate(self._normalized_levels()):
+            values[0, : len(patches), :, colour] = np.take(numbers, patches[..., colour], mode="clip")
+        places = np.full((1, count, 2), -1, np.int64)
+        places[0, : len(patches)] = np.stack(np.divmod(np.arange(len(patches)), columns)[::-1], axis=-1)
+        return {"pixel_values": values.reshape(1, count, -1), "image_position_ids": places}

@@ -34,7 +34,7 @@ from etude.models.float32_weights import find_float32_weights, read_in_float32
 from etude.models.model import Model, cast, copy_stored_buffers
 from etude.models.transformers_backbone import refuse_unsupported, register_attention
 from etude.models.vision import attention_names, takes_images
-from etude.models.vision_types import BOTH_WAYS
+from etude.models.vision_types import USED_FOR_TEXT
 
 _logging: Any = logging
 
@@ -165,7 +165,7 @@ def wrap_module(module: PreTrainedModel) -> Model:
 
 def copy_with_score_head(model: Model, dtype: torch.dtype) -> Model:
     """Copy a language model with a head that gives one number, 0 at first: a critic that starts from the policy."""
-    if model.has_vision and not model.attends_both_ways:
+    if model.has_vision and not model.reads_text_too:
         raise ConfigError(_REFUSED_HEADS["value"])
     with torch.random.fork_rng(devices=[]):
         made = _from_config(copy.deepcopy(model.module.config), "score", dtype).to(model.device)
@@ -234,7 +234,7 @@ def _auto_class(config: PreTrainedConfig, head: Head) -> Any:
     register_attention()
     if head in ("language", "seeing"):
         return AutoModelForImageTextToText if takes_images(config, head) else AutoModelForCausalLM
-    if takes_images(config, head) and config.model_type not in BOTH_WAYS:
+    if takes_images(config, head) and config.model_type not in USED_FOR_TEXT:
         raise ConfigError(_REFUSED_HEADS[head])
     config.num_labels = 1
     return AutoModelForSequenceClassification

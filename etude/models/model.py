@@ -27,7 +27,7 @@ from etude.models.shapes import AttentionShape, LayerSizes, attention_shapes, re
 from etude.models.transformers_backbone import TransformersBackbone, decoder_layers, text_part
 from etude.models.verification import verify_model
 from etude.models.vision import Features, PassImages, VisionBackbone, takes_images
-from etude.models.vision_types import BOTH_WAYS
+from etude.models.vision_types import BOTH_WAYS, USED_FOR_TEXT
 
 
 class Model:
@@ -165,6 +165,11 @@ class Model:
     def attends_both_ways(self) -> bool:
         """True if the tokens of an image attend to each other both ways; see `whole_images`."""
         return self.has_vision and self.module.config.model_type in BOTH_WAYS
+
+    @property
+    def reads_text_too(self) -> bool:
+        """True if models of this type are used for text alone as well."""
+        return self.module.config.model_type in USED_FOR_TEXT
 
     @property
     def tower_weights(self) -> dict[str, nn.Parameter]:

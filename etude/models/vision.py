@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from etude.images.layouts import TOWER_ON_REQUEST
+from etude.images.layouts import TOWER_ON_REQUEST, has_causal_images
 from etude.images.pixels import Pixels
 from etude.models.backbone import AttentionFn
 from etude.models.checkpointing import checkpoint_layer
 from etude.models.config import ActivationCheckpointing, Head
 from etude.models.mixers import use_mixer
 from etude.models.transformers_backbone import ATTENTION_NAME, TransformersBackbone, use_checkpointing
-from etude.models.vision_types import BOTH_WAYS, IN_TILES, ON_A_GRID, VISION_TYPES
+from etude.models.vision_types import BOTH_WAYS, BY_BUDGET, IN_TILES, ON_A_GRID, VISION_TYPES
 
 _tower_checkpointing: ContextVar[ActivationCheckpointing] = ContextVar("tower_checkpointing", default="none")
 
@@ -37,6 +37,8 @@ _tower_checkpointing: ContextVar[ActivationCheckpointing] = ContextVar("tower_ch
 def takes_images(config: PreTrainedConfig, head: Head = "seeing") -> bool:
     """Return true if a model of this config with this head is computed with images."""
     kind = config.model_type
+    if kind in BY_BUDGET:
+        return has_causal_images(config.text_config.to_dict())
     return kind in VISION_TYPES and (head == "seeing" or kind not in TOWER_ON_REQUEST)
 
 
@@ -144,6 +146,11 @@ def small_pixels(config: Any, rows: int = 1, columns: int = 1) -> Pixels:
             "image_grid_thw": np.array([[1, rows * merge, columns * merge]], np.int64),
         }
         return Pixels(arrays, rows * columns, (1, rows, columns))
+    if config.model_type in BY_BUDGET:
+        height, width = (count * vision.pooling_kernel_size for count in (rows, columns))
+        places = np.stack(np.divmod(np.arange(height * width), width)[::-1], axis=-1)[None]
+        values = noise.random((1, height * width, 3 * vision.patch_size**2), np.float32)
+        return Pixels({"pixel_values": values, "image_position_ids": places}, rows * columns)
     side = vision.image_size
     values = noise.standard_normal((1, 3, side, side), np.float32)
     if config.model_type in BOTH_WAYS:
@@ -171,6 +178,9 @@ class VisionBackbone(TransformersBackbone):
 
     def __init__(self, module: PreTrainedModel) -> None:
         super().__init__(module)
+        for name, part in module.base_model.named_children():
+            if "audio" in name:
+                part.requires_grad_(False)  # a pass has no sound
         for block in tower_blocks(module):
             block.forward = MethodType(_block_forward, block)
 
@@ -196,23 +206,35 @@ class VisionBackbone(TransformersBackbone):
         """[P], [P] or [3, P] → [P, H]: compute the final normed hidden states; see `Backbone`."""
         text = self.module.get_decoder()
         embeddings = text.get_input_embeddings()(ids[None].long())
-        deep: dict[str, Any] = {}
+        more: dict[str, Any] = {}
+        if self.module.config.model_type in BY_BUDGET:
+            more["per_layer_inputs"] = _layer_inputs(text, ids, images)
         if images is not None:
             taken = images.features.main.index_select(0, images.rows).to(embeddings.dtype)
             embeddings = embeddings.index_copy(1, images.tokens, taken[None])
             if images.features.deep:
                 mask = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
-                deep["visual_pos_masks"] = mask.index_fill(0, images.tokens, True)[None]
-                deep["deepstack_visual_embeds"] = [level.index_select(0, images.rows) for level in images.features.deep]
+                more["visual_pos_masks"] = mask.index_fill(0, images.tokens, True)[None]
+                more["deepstack_visual_embeds"] = [level.index_select(0, images.rows) for level in images.features.deep]
         places = positions[None] if positions.ndim == 1 else positions[:, None]
         with (
             use_checkpointing(checkpointing),
             use_mixer(attend),
             nullcontext() if self.compiled is None else self.compiled.active(),
         ):
-            out = text(inputs_embeds=embeddings, position_ids=places, use_cache=False, **deep)
+            out = text(inputs_embeds=embeddings, position_ids=places, use_cache=False, **more)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
+
+
+def _layer_inputs(text: Any, ids: Tensor, images: PassImages | None) -> Tensor | None:
+    """[1, P, layers, …]: return the embeddings of each token for each layer, if the layers have some."""
+    if not text.config.hidden_size_per_layer_input:
+        return None
+    if images is not None:
+        ids = ids.index_fill(0, images.tokens, text.config.pad_token_id)
+    inputs: Tensor = text.get_per_layer_inputs(ids[None].long())
+    return inputs
 
 
 def tower_blocks(module: Any) -> list[nn.Module]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -32,6 +33,7 @@ PROCESSORS: dict[str, Any] = {
     "qwen3_vl": Qwen3VLProcessor,
     "smolvlm": processing_smolvlm.SmolVLMProcessor,
     "gemma3": Gemma3Processor,
+    "gemma4": Gemma4Processor,
 }
 CONTENT = "{{ messages[0].content }}"
 WORDS = ("How many red squares?", "\nlook ", " count:\n\n", "one two", "é中", "x")
@@ -76,11 +78,27 @@ def their_processor(family: str) -> Any:
     images = AutoImageProcessor.from_pretrained(directory, backend="pil")
     if family == "gemma3":
         return Gemma3Processor(images, tokenizer, image_seq_length=16)
+    if family == "gemma4":
+        return gemma4_processor(images, tokenizer)
     without_videos = classmethod(lambda cls: ["image_processor", "tokenizer"])
     kind: Any = type("Alone", (PROCESSORS[family],), {"get_attributes": without_videos})
     if family == "smolvlm":
         return kind(images, tokenizer, None, image_seq_len=16)
     return kind(image_processor=images, tokenizer=tokenizer, video_processor=None)
+
+
+def gemma4_processor(images: Any, tokenizer: Any) -> Any:
+    """Transformers' processor of Gemma 4 without videos and sound."""
+
+    class Alone(Gemma4Processor):
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return ["image_processor", "tokenizer", "feature_extractor", "video_processor"]
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return type(argument)
+
+    return Alone(None, images, tokenizer, None)
 
 
 def conversation_of(draw: random.Random) -> tuple[list[Message], list[tuple[int, int]]]:
@@ -109,8 +127,8 @@ def compare(family: str, conversations: int) -> None:
         messages, sizes = conversation_of(draw)
         prompt = chat.render(messages)
         pictures: Any = [picture(seed, *size) for seed, size in enumerate(sizes)] or None
-        nested = [pictures] if family in ("smolvlm", "gemma3") and pictures else pictures
-        settings = {"add_special_tokens": False} if family == "gemma3" else {}
+        nested = [pictures] if family in ("smolvlm", "gemma3", "gemma4") and pictures else pictures
+        settings = {"add_special_tokens": False} if family in ("gemma3", "gemma4") else {}
         text = chat.render_text(messages)
         ids = theirs(text=[text], images=nested, return_tensors="np", **settings)["input_ids"][0]
         assert np.array_equal(prompt.ids, ids), text

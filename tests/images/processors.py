@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -57,6 +58,10 @@ def families() -> dict[str, Family]:
             {"model_type": "smolvlm", **_TILES}, SmolVLMImageProcessorPil(**tiles, do_image_splitting=False)
         ),
         "gemma3": Family(gemma, Gemma3ImageProcessorPil(size={"height": 32, "width": 32})),
+        "gemma4": Family(
+            {"model_type": "gemma4", "vision_config": {}, "text_config": {}},
+            Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=3, max_soft_tokens=140),
+        ),
     }
 
 
@@ -69,4 +74,5 @@ def their_pixels(family: Family, image: Image.Image) -> dict[str, NDArray[Any]]:
     """Return the arrays of transformers for one image."""
     arrays = family.processor(images=[image], return_tensors="np")
     one = "pixel_attention_mask" in arrays  # tiles have an axis for the images of a conversation
-    return {name: arrays[name][0] if one else arrays[name] for name in arrays if name != "num_crops"}
+    counts = ("num_crops", "num_soft_tokens_per_image")
+    return {name: arrays[name][0] if one else arrays[name] for name in arrays if name not in counts}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from transformers.image_utils import SizeDict
+from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.smolvlm.image_processing_pil_smolvlm import (
     SmolVLMImageProcessorPil,
@@ -20,7 +21,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import (
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from etude.errors import ConfigError, ImageError
-from etude.images import FixedCount, PatchGrid, Tiles, read_image_layout, read_processor
+from etude.images import FixedCount, PatchBudget, PatchGrid, Tiles, read_image_layout, read_processor
 from tests.images.processors import families
 
 
@@ -40,6 +41,14 @@ def test_squares_are_those_of_qwen(square: int, least: int, most: int) -> None:
     for width, height in sizes(300):
         theirs = smart_resize(height, width, square, least, most)
         assert layout.squares(width, height) == (theirs[0] // square, theirs[1] // square), (width, height)
+
+
+@pytest.mark.parametrize(("patch", "kernel", "budget"), [(16, 3, 280), (16, 3, 70), (16, 3, 1120), (4, 2, 140)])
+def test_squares_are_those_of_gemma_4(patch: int, kernel: int, budget: int) -> None:
+    layout = PatchBudget(patch * kernel, budget)
+    for width, height in (*sizes(300), (1, 900), (900, 1), (1, 400), (5, 5)):
+        theirs = get_aspect_ratio_preserving_size(height, width, patch, budget * kernel**2, kernel)
+        assert layout.squares(width, height) == (theirs[0] // layout.square, theirs[1] // layout.square)
 
 
 class SizesOnly(SmolVLMImageProcessorPil):
@@ -117,3 +126,6 @@ def test_other_models(tmp_path: Path) -> None:
         read_image_layout(write(tmp_path, dict(families()["gemma3"].config), {"do_pan_and_scan": True}))
     with pytest.raises(ConfigError, match=r"takes every image in one size, so `vision\.max_pixels` 100 would have no"):
         read_image_layout(write(tmp_path, dict(families()["gemma3"].config), {}), 100)
+    both_ways = {**families()["gemma4"].config, "text_config": {"use_bidirectional_attention": "vision"}}
+    with pytest.raises(ConfigError, match=r"attend to each other both ways, which Etude does not compute: it takes"):
+        read_image_layout(write(tmp_path, both_ways, {}))

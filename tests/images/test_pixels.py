@@ -37,7 +37,7 @@ def test_pixels_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_a_smaller_limit_reaches_pixels_tokens_and_the_exported_settings(tmp_path: Path) -> None:
-    for name, limit in (("qwen2_5_vl", 24 * 24), ("smolvlm", 64 * 64 + 100)):
+    for name, limit in (("qwen2_5_vl", 24 * 24), ("smolvlm", 64 * 64 + 100), ("gemma4", 139 * 12 * 12)):
         family = families()[name]
         directory = family.write(tmp_path / name)
         before = PixelReader.load(directory).read(picture(0, 300, 200)).features

@@ -23,7 +23,7 @@ from etude.models.whole_images import split_images
 from tests.models.packs import paths
 from tests.vlms import FAMILIES, QWEN, TILED, load_vlm, make_vlm, picture, vlm_config
 
-SEEING = (*QWEN, *TILED)
+SEEING = (*QWEN, *TILED, "gemma4")
 SIZES = ((50, 40), (30, 90), (64, 64))
 """Of three pictures."""
 
@@ -121,7 +121,8 @@ def _joined(pixels: list[Pixels]) -> dict[str, Tensor]:
     joined = {
         name: torch.from_numpy(np.concatenate([each.arrays[name] for each in pixels])) for name in pixels[0].arrays
     }
-    return joined if "image_grid_thw" in joined else {name: array[None] for name, array in joined.items()}
+    in_tiles = "pixel_attention_mask" in joined
+    return {name: array[None] for name, array in joined.items()} if in_tiles else joined
 
 
 def forest(family: str, cut: int = 0) -> Forest:
@@ -253,6 +254,6 @@ def test_only_weights_outside_of_the_text_part_and_the_head_are_a_tower() -> Non
         text = {name for name, _ in model.named_weights()} - set(model.tower_weights)
         assert all(".language_model." in name or ".text_model." in name or "lm_head" in name for name in text)
         assert all(
-            name.startswith(("model.visual.", "model.vision_model.", "model.connector."))
+            name.startswith(("model.visual.", "model.vision_", "model.connector.", "model.embed_vision."))
             for name in model.tower_weights
         )

@@ -27,7 +27,7 @@ from etude.train.forward import ForwardPass
 from tests.vision_rows import PROMPTS, VisionRows, png
 from tests.vlms import QWEN, TILED, load_vlm
 
-FAMILIES: Final = (*QWEN, *TILED, "gemma3")
+FAMILIES: Final = (*QWEN, *TILED, "gemma3", "gemma4")
 LOGP_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 """The largest differences in float32: of a log-prob, and of a gradient relative to the weight's largest one."""

@@ -150,7 +150,7 @@ class AuxiliaryLoader:
         """Return the pixels of images for another model, which reads the images of the policy's rows."""
         if self.pixels is None:
             return None
-        if not model.has_vision and self._model.attends_both_ways:
+        if not model.has_vision and self._model.reads_text_too:
             return None  # such a policy is used for text too, and a row with images is refused
         if not model.has_vision:
             raise ConfigError(
