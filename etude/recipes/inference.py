@@ -22,6 +22,7 @@ from rich.text import Text
 from etude.chat import ChatRenderer, Tokenizer
 from etude.checkpoint import Checkpoint, CheckpointManager, check_export_directory, export, export_adapter
 from etude.config.secrets import mask_text
+from etude.config.tree import replace_option
 from etude.errors import ConfigError, RunError
 from etude.models import Model, adapter_config
 from etude.models.published_names import PublishedNames
@@ -241,7 +242,8 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
             yield engine
         return
     assert isinstance(config, ServerConfig) and run.model.path is not None
-    checks.check_servers(run)
+    # servers load files with the adapters merged, however the run published them
+    checks.check_servers(replace_option(run, "lora.publish", "adapter"))
     device = server_device_kind(run.compute_device())
     if device == "cuda":
         config = config.model_copy(update={"devices": gpus_of_servers(config, 0)})

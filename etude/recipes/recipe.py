@@ -244,7 +244,7 @@ class Recipe(Config):
 
     @abstractmethod
     def longest_row(self, room: int) -> tuple[int, str]:
-        """Return the most tokens of a row that is trained on, and a change that lowers it.
+        """Return the most tokens of a row that is trained on, and a change that lowers it; empty if no option does.
 
         room: the most tokens that model and engine have room for.
         """

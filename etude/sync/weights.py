@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import torch
 from torch import Tensor
 
 from etude.errors import ConfigError
+from etude.observe import get_logger
 
 ALIGNMENT = 64
 """Bytes: each tensor begins at a multiple of this, so that any dtype can be read in place."""
@@ -106,7 +108,11 @@ class WeightStream:
         if self._next is None:
             return None
         name, tensor = self._next
-        return name, tensor, self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if self._dtype is None or not tensor.is_floating_point():
+            return name, tensor, tensor.dtype
+        if self._dtype.itemsize < tensor.dtype.itemsize:
+            _warn_of_rounding(tensor.dtype, self._dtype)
+        return name, tensor, self._dtype
 
     def advance(self) -> None:
         """Release the current tensor and move to the next."""
@@ -116,6 +122,16 @@ class WeightStream:
         """Return the bytes of the next tensor in the published dtype; 0 at the end."""
         following = self.peek()
         return 0 if following is None else following[1].numel() * following[2].itemsize
+
+
+@cache
+def _warn_of_rounding(trained: torch.dtype, published: torch.dtype) -> None:
+    """Log once that weights are rounded on their way."""
+    get_logger("sync").warning(
+        "`dtype=%s` rounds weights of %s on their way. An engine that computes in %s then samples with other weights "
+        "than the trainer has. Set `dtype=as_trained`, unless every engine computes in %s.",
+        *map(dtype_name, (published, trained, trained, published)),
+    )
 
 
 def fill_bucket(memory: Tensor, stream: WeightStream) -> list[TensorMeta]:

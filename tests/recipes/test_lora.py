@@ -21,6 +21,7 @@ from etude.recipes.workers.policy_worker import PolicyWorker
 from tests.components import require
 from tests.recipes.runs import Captured, loaded, refused, refused_run, run_of, same, step_metrics, train, weights
 from tests.rollout.engines import logits_of
+from tests.rollout.test_server_pool import theirs
 
 LORA = {"lora.rank": 4, "lora.alpha": 16}
 FROZEN = {"model.freeze": "[embed_tokens,layers.0]"}
@@ -170,6 +171,15 @@ def test_an_adapted_run_is_scored_and_generates(world: Path, adapted: Path, caps
         assert main(["generate", str(adapted), "1+2=", "sampling.temperature=0", f"lora.publish={how}"]) == 0
         results.append(capsys.readouterr().out)
     assert results[0] == results[1]
+
+
+def test_servers_answer_with_merged_adapters_however_the_run_published_them(
+    adapted: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    given = ["rollout=vllm", "lora.publish=merged", "sampling.max_tokens=4"]
+    with theirs(tmp_path) as server:
+        assert main(["generate", str(adapted), "1+2=", *given, f"rollout.url={server.url}"]) == 0
+    capsys.readouterr()
 
 
 def test_a_new_run_starts_from_an_adapter(world: Path, adapted: Path, tmp_path: Path, capsys: Captured) -> None:

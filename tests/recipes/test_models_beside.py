@@ -176,6 +176,18 @@ def test_an_auxiliary_model_with_a_shorter_context_is_refused(world: Path, tmp_p
             assert "`sampling.max_tokens`" in message
 
 
+def test_an_agent_may_make_rows_as_long_as_the_context_of_the_engine(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    short = tmp_path / "short"
+    config = tiny_config(make_tokenizer(short), layers=1, hidden=16, heads=2, kv_heads=1, context=30)
+    save(create(config, seed=0, dtype=torch.float32), short)
+    options = {"agent.path": "tests.recipes.players:talker", "kl": "reverse", "reference.path": short}
+    with build(run_of(world, directory=tmp_path / "run", **options)):
+        pass
+    assert "has a context of 30 tokens, and a conversation of the agent may have 128" in capsys.readouterr().err
+
+
 def test_a_run_without_a_reward_is_refused_if_its_advantage_reads_one(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:

@@ -67,9 +67,12 @@ def check_fetched(by: Reader, *, torch_handles: bool) -> None:
     assert not any(Path(path).exists() for path in paths)
 
 
-def test_a_slot_casts_and_aligns() -> None:
+def test_a_slot_casts_and_aligns(caplog: pytest.LogCaptureFixture) -> None:
     slot = SharedBucket(BUCKET)
-    pieces = slot.fill(WeightStream(weights().items(), torch.float16))
+    for _ in range(2):
+        pieces = slot.fill(WeightStream(weights().items(), torch.float16))
+    (warned,) = (record.getMessage() for record in caplog.records)
+    assert warned.startswith("`dtype=float16` rounds weights of float32 on their way.")
     assert [piece.name for piece in pieces] == ["a", "b", "c"]
     assert all(piece.offset % 64 == 0 and piece.dtype == "float16" for piece in pieces)
     slot.close()

@@ -214,6 +214,8 @@ class Run(Recipe, AlgorithmConfig):
         return share_threads(total, engine.threads, both_compute=self.max_staleness > 0)
 
     def longest_row(self, room: int) -> tuple[int, str]:
+        if self.has_agents:
+            return room, ""
         answered = self.data.max_prompt_length + self.sampling.max_tokens
         if not self.env.is_enabled:
             return answered, "a lower `data.max_prompt_length` or `sampling.max_tokens`"

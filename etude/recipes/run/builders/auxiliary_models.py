@@ -13,6 +13,7 @@ from etude.chat import Tokenizer
 from etude.errors import ConfigError
 from etude.images.pixel_cache import PixelCache
 from etude.models import Head, Model, adapt, load
+from etude.observe import get_logger
 from etude.recipes.recipe import Recipe, TeacherConfig
 from etude.recipes.run.builders import lengths
 from etude.recipes.run.config import CriticConfig, Run
@@ -205,10 +206,23 @@ class AuxiliaryLoader:
             )
 
     def _refuse_short_context(self, role: str, where: Path, model: Model, option: str) -> None:
-        """Refuse a model with a shorter context than the policy's rows. option: names the model."""
+        """Refuse a model with a shorter context than the policy's rows; warn if no option can make them shorter.
+        option: names the model."""
         room = lengths.max_total_tokens(self._model, self.run.embedded_engine)
         row_tokens, remedy = self.run.longest_row(room)
-        if model.context_length < row_tokens:
+        if model.context_length < row_tokens and not remedy:
+            get_logger("recipes").warning(
+                "The %s in %s has a context of %d tokens, and a conversation of the agent may have %d: its output "
+                "beyond its context means nothing. Give a `%s` of a longer context, unless the agent stays within %d "
+                "tokens.",
+                role,
+                where,
+                model.context_length,
+                row_tokens,
+                option,
+                model.context_length,
+            )
+        elif model.context_length < row_tokens:
             raise ConfigError(
                 f"The {role} in {where} has a context of {model.context_length} tokens, and a row of this run may have "
                 f"{row_tokens}: its output beyond its context means nothing. Set {remedy}, or give a `{option}` of "
