@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -217,14 +218,15 @@ def _plan_devices(
         name, count, sharing = _describe_device(run.ranks, target, roles, samples=isinstance(run, Run))
         phases, in_host = dict[str, PeakMemory](), [0]
         for phase in result.memory.phases:
-            offloaded = frozenset({HOST})
+            offloaded = [frozenset({HOST})]
             if run.train.offload and "policy" in roles:
-                offloaded |= _offloaded_kinds(roles, phase, full_kl=full_kl)
-            peak = result.memory.peak(phase, excluded=offloaded)
+                offloaded = [kinds | {HOST} for kinds in _offloaded_kinds(roles, phase, full_kl=full_kl)]
+            peaks = [result.memory.peak(phase, excluded=kinds) for kinds in offloaded]
+            peak = max(peaks, key=attrgetter("total"))
             phases[phase] = PeakMemory(
                 peak.total * sharing, {kind: size * sharing for kind, size in peak.kinds.items()}
             )
-            in_host.append(result.memory.peak(phase, only=offloaded).total * sharing)
+            in_host += [result.memory.peak(phase, only=kinds).total * sharing for kinds in offloaded]
         if overlaps and {"policy", "engine"} <= roles:
             phases = add_to_phases(phases, engine_activations(phases["sampling"]), but="sampling")
         if target.type == "cpu" and (waiting := waiting_bytes(run, result.row)):
@@ -277,17 +279,20 @@ def describe_waiting(cluster: ClusterBackend, size: int) -> str:
     return f"Rollouts that wait for their step take up to {size / GIB:.3g} GiB of {where} (`max_staleness`)."
 
 
-def _offloaded_kinds(roles: frozenset[str], phase: str, *, full_kl: bool) -> frozenset[str]:
-    """Return the kinds that `train.offload` moves to CPU memory during a phase. A critic has its own option.
+def _offloaded_kinds(roles: frozenset[str], phase: str, *, full_kl: bool) -> list[frozenset[str]]:
+    """Return the kinds that `train.offload` moves to CPU memory during a phase, at its different times. A critic has
+    its own option.
 
     full_kl: each update calls the reference, which stays.
     """
-    kinds = set(OTHER_TEACHERS)
+    kinds = frozenset(OTHER_TEACHERS)
     if phase == "sampling" or (phase == "annotating" and "critic" not in roles):
         kinds |= OFFLOADED_KINDS
-    if phase != "annotating" and not full_kl:
-        kinds |= FROZEN
-    return frozenset(kinds)
+    if phase != "annotating":
+        return [kinds | FROZEN - ({"reference"} if full_kl else set())]
+    if full_kl:
+        return [kinds]
+    return [kinds | {waiting} for waiting in sorted(FROZEN)]  # one of the models computes, and the other waits
 
 
 def _roles_by_device(run: Recipe, device: torch.device) -> dict[torch.device, frozenset[str]]:

@@ -507,6 +507,17 @@ def test_offloaded_models_are_not_counted_on_the_gpu(model: Path) -> None:
     assert "optimizer" in updating and "reference" not in updating
 
 
+def test_an_offloaded_reference_and_a_teacher_take_turns_on_the_gpu(model: Path) -> None:
+    options = ("ranks=1", "advantage=distillation", f"teacher.path={model}", "kl=reverse", "gpus=1")
+    kept, turns = (
+        plan_memory(plan_run(model, *options, f"train.offload={offload}"), with_savings=False).devices[0]
+        for offload in ("false", "true")
+    )
+    models = {"reference", "teacher"}
+    assert models <= kept.phases["annotating"].kinds.keys()
+    assert len(models & turns.phases["annotating"].kinds.keys()) == 1
+
+
 @pytest.mark.slow
 def test_each_teacher_is_counted_and_of_offloaded_ones_the_largest(model: Path, deeper: Path) -> None:
     sizes = {}
