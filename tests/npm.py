@@ -1,9 +1,9 @@
 """The npm packages that tests need, pinned by the lock file of a folder and installed once on a machine.
 
-`tests/clients` has agent clients, its folder `coding` one more, which is large, and `tests/view` the linter of the
-viewer's pages. The packages are in the user's cache directory, in a folder named by a hash of the lock file and of the
-Node.js that runs them. The last file that is written marks it complete. No script of a package runs during the
-installation.
+`tests/clients` has agent clients, its folder `coding` two more, which are large, and `tests/view` the linter of the
+viewer's pages. The lock file of `coding` leaves out the optional packages of Qwen Code, which its tests do not need.
+The packages are in the user's cache directory, in a folder named by a hash of the lock file and of the Node.js that
+runs them. The last file that is written marks it complete. No script of a package runs during the installation.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +24,7 @@ import numpy as np
 from etude.chat import ChatRenderer
 from etude.records import Turn
 from etude.rollout.python_environments import PackagePins
+from etude.store.queue.rollout_queue import Claim
 from tests.agents.proxy.tables import END, START, Table, model_of_table, tokenizer_of
 from tests.agents.proxy.world import World, serving
 from tests.chat.made import published
@@ -32,7 +34,9 @@ from tests.waits import blocked_until
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "scripts"
 PINS = tuple(line for line in (HERE / "pins.txt").read_text().splitlines() if line and not line.startswith("#"))
-PINNED = PackagePins("python-clients", PINS)
+PINNED = PackagePins("python-clients", PINS, ("mini-swe-agent",))
+SDK_APIS = ("responses", "chat")
+"""The APIs of OpenAI that the AI SDK is run with; the first is its default."""
 CLIENTS: dict[str, tuple[str, ...]] = {
     "openai": ("openai",),
     "anthropic": ("anthropic",),
@@ -47,6 +51,8 @@ CLIENTS: dict[str, tuple[str, ...]] = {
 """The packages of each script."""
 FEATURES = ("call", "stream", "tools", "exact", "structured", "error", "drop")
 ANSWER, NUMBER, SECRET = "It is  done.", "1, ", "heliotrope"
+UNKNOWN, COLOURS = "nobody", ("red", "blue")
+"""A model that the endpoint does not have, and the answers of the form that is asked for."""
 AGAIN, COUNTS = "<|again|>", "<|counts|>"
 CONTEXT = 16384
 PATIENCE_S = 240
@@ -91,23 +97,35 @@ class Outcome:
         return [{"": "–"}.get(self.features[name], self.features[name]) for name in FEATURES]
 
 
-def play(world: World, client: str, python: Path) -> Outcome:
-    """Run a client's script, and return its result."""
+def play_client(world: World, client: str, python: Path) -> Outcome:
+    """Run the script of a client of PyPI, and return its result."""
+    return play(world, [str(python), str(SCRIPTS / f"play_{client}.py")])
+
+
+def play_ai_sdk(world: World, api: str, modules: Path) -> Outcome:
+    """Run the script of the AI SDK with an API of OpenAI, beside the packages of npm, and return its result."""
+    with TemporaryDirectory(prefix="etude-ai-sdk-") as directory:
+        (Path(directory) / "node_modules").symlink_to(modules / "node_modules")
+        script = shutil.copy(SCRIPTS / "play_ai_sdk.mjs", directory)
+        return play(world, ["node", str(script), api])
+
+
+def play(world: World, words: Sequence[str]) -> Outcome:
+    """Run a script, and return the result of its client."""
     claims = {name: world.attempt() for name in FEATURES}
-    printed = run_script(world, client, python, {name: claim.model_key for name, claim in claims.items()})
-    turns = {name: lambda name=name: world.turns(claims[name].attempt_id) for name in FEATURES}
-    found = {name: _judge(name, printed[name], turns[name]) if name in printed else "" for name in FEATURES}
+    printed = _run_script(world, words, {name: claim.model_key for name, claim in claims.items()})
+    found = {name: _judge(name, printed[name], world, claims[name]) if name in printed else "" for name in FEATURES}
     if found["tools"] == "yes":
-        found["exact"] = _judge_exact(world, turns["tools"]())
+        found["exact"] = judge_exact(world, world.turns(claims["tools"].attempt_id))
     return Outcome(found)
 
 
-def run_script(world: World, client: str, python: Path, keys: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Run the script of a client in an environment without other settings; return what it printed."""
+def _run_script(world: World, words: Sequence[str], keys: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Run a script in an environment without other settings; return what it printed."""
     with TemporaryDirectory(prefix="etude-client-") as home:
         variables = {"PATH": os.environ["PATH"], "HOME": home, "ETUDE_URL": world.root, "ETUDE_KEYS": json.dumps(keys)}
         done = subprocess.run(
-            [str(python), str(SCRIPTS / f"play_{client}.py")],
+            words,
             env=variables,
             cwd=home,
             stdin=subprocess.DEVNULL,
@@ -120,28 +138,47 @@ def run_script(world: World, client: str, python: Path, keys: Mapping[str, str])
     return results
 
 
-def _judge(feature: str, result: Mapping[str, str], turns: Any) -> str:
+def _judge(feature: str, result: Mapping[str, str], world: World, claim: Claim) -> str:
     """Return "yes" if a feature came out as it should, else what came instead."""
     said = result.get("value", result.get("error", ""))
     if feature == "error":
-        return "yes" if "nobody" in result.get("error", "") and not turns() else f"no: {said[:80]}"
+        shown = UNKNOWN in result.get("error", "") and not world.turns(claim.attempt_id)
+        return "yes" if shown else f"no: {said[:80]}"
     if "error" in result:
         return f"no: {said[:80]}"
     if feature == "structured":
-        (turn,) = turns()
-        fits = said in ("red", "blue") and turn.grammar is not None
+        (turn,) = world.turns(claim.attempt_id)
+        fits = said in COLOURS and turn.grammar is not None
         return "yes" if fits else f"no: {said[:80]}"
     if feature == "drop":
-        blocked_until(lambda: bool(turns()))
-        (turn,) = turns()
-        return "yes" if turn.completion.finish_reason == "abort" else f"no: {turn.completion.finish_reason}"
+        return judge_drop(world, claim)
     return "yes" if said == ANSWER else f"no: {said[:80]}"
 
 
-def _judge_exact(world: World, turns: list[Turn]) -> str:
-    """Return "yes" if the second prompt begins with all of the first turn, and has the tool's result behind it."""
-    first, second = turns
-    whole = np.concatenate([first.prompt, first.completion.ids])
+def judge_drop(world: World, claim: Claim) -> str:
+    """Return "yes" if an answer that its client left is recorded: the tokens of a stream, or that one was left."""
+    name = claim.attempt_id
+
+    def aborted_calls() -> list[Any]:
+        return [note for note in world.notes(name) if note["name"] == "aborted"]
+
+    blocked_until(lambda: world.turns(name) or aborted_calls())
+    reasons = [turn.completion.finish_reason for turn in world.turns(name)]
+    return "yes" if reasons == ["abort"] or (not reasons and aborted_calls()) else f"no: {reasons}"
+
+
+def judge_exact(world: World, turns: Sequence[Turn]) -> str:
+    """Return "yes" if every second prompt begins with all of the turn before it, a call, and has the tool's result
+    behind it."""
     decode = world.endpoint.chat.tokenizer.decode
-    continues = np.array_equal(second.prompt[: len(whole)], whole)
-    return "yes" if continues and SECRET in decode(second.prompt[len(whole) :]) else "no"
+    for first, second in zip(turns[::2], turns[1::2], strict=True):
+        whole = np.concatenate([first.prompt, first.completion.ids])
+        result = decode(second.prompt[len(whole) :])
+        if "<tool_call>" not in decode(first.completion.ids, keep_special_tokens=True):
+            return f"no call: {first.completion.text[:80]}"
+        if not np.array_equal(second.prompt[: len(whole)], whole):
+            return "no: the prompt was written anew"
+        if SECRET in decode(whole) or SECRET not in result:
+            return f"no result: {result[:80]}"
+    rendered_anew = world.endpoint.metrics()["endpoint/tokens_rerendered"]
+    return "yes" if turns and rendered_anew > 0 else "no: a new rendering would have been the same tokens"

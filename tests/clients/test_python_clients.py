@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.agents.proxy.world import World
-from tests.clients.document import PAGE, row
-from tests.clients.suite import CLIENTS, PINNED, play, suite_world
+from tests.clients.document import PAGE, label, row
+from tests.clients.suite import CLIENTS, PINNED, play_client, suite_world
 from tests.components import require_python_clients
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -24,5 +24,5 @@ def endpoint() -> Iterator[World]:
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_does_what_its_page_says(endpoint: World, client: str) -> None:
-    found = row(client, play(endpoint, client, require_python_clients(PINNED)))
+    found = row(label(client), play_client(endpoint, client, require_python_clients(PINNED)))
     assert found in PAGE.read_text(encoding="utf-8").splitlines(), f"{found}\n`python -m tests.clients.document`"
