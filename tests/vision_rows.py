@@ -23,7 +23,13 @@ from etude.images.pixel_cache import PixelCache
 from etude.records import Rollout, Sample
 from tests.vlms import QWEN, make_vlm, picture
 
-WRAPPED: Final = {"smolvlm": "<image>", "idefics3": "<image>", "gemma3": "<start_of_image>", "gemma4": "<|image|>"}
+WRAPPED: Final = {
+    "smolvlm": "<image>",
+    "idefics3": "<image>",
+    "gemma3": "<start_of_image>",
+    "gemma4": "<|image|>",
+    "gemma4_large": "<|image|>",
+}
 """The text that a template writes for an image, by family; `QWEN_IMAGE` for others."""
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 Picture = tuple[int, int, int]
@@ -112,7 +118,7 @@ class VisionRows:
             read = processor(images=[picture(*shown) for shown in row.pictures], return_tensors="pt")
             names = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_position_ids")
             inputs |= {name: read[name] for name in names if name in read}
-        if self.family in QWEN:
+        if self.family in (*QWEN, "gemma4_large"):
             inputs["mm_token_type_ids"] = (ids == self.image_id).int()
         elif self.family == "gemma3":
             inputs["token_type_ids"] = (ids == self.image_id).long()

@@ -1,4 +1,4 @@
-"""Tiny random vision-language models of six families, each in a directory as a hub has it, and pictures for them.
+"""Tiny random vision-language models of all families, each in a directory as a hub has it, and pictures for them.
 
 `make_vlm` writes a family's directory once a process and returns it: config, weights, tokenizer, chat template and
 image processor. Treat it as read-only. Every tower has three layers, as the text part has: code that takes layers by
@@ -28,8 +28,8 @@ from etude.models import Model, load
 
 QWEN: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 TILED: Final = ("smolvlm", "idefics3")
-FAMILIES: Final = (*QWEN, *TILED, "gemma3", "gemma4")
-"""The model types that `make_vlm` knows."""
+FAMILIES: Final = (*QWEN, *TILED, "gemma3", "gemma4", "gemma4_large")
+"""The model types that `make_vlm` knows; `gemma4_large` is Gemma 4 in the form of its large models."""
 
 QWEN_TEMPLATE = """
 {%- macro shown(content) %}
@@ -218,6 +218,8 @@ def vlm_config(family: str, **text: Any) -> PreTrainedConfig:
             pad_token_id=0,
         )
         return config
+    if family == "gemma4_large":
+        sizes |= {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
     return _gemma_config(sizes, ids) if family == "gemma3" else _gemma4_config(sizes, ids)
 
 
@@ -331,7 +333,7 @@ def _tokenizer(family: str) -> tuple[PreTrainedTokenizerFast, str]:
         template, words = GEMMA_TEMPLATE, GEMMA_WORDS
         named = {"eos_token": "<end_of_turn>", "bos_token": "<bos>", "pad_token": "<pad>"}
         extra = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-    elif family == "gemma4":
+    elif family.startswith("gemma4"):
         template, words = GEMMA4_TEMPLATE, GEMMA4_WORDS
         named = {"eos_token": "<turn|>", "bos_token": "<bos>", "pad_token": "<pad>"}
         extra = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
@@ -361,7 +363,7 @@ def _processor(family: str) -> Any:
     if family in TILED:
         tiles = {"smolvlm": SmolVLMImageProcessorPil, "idefics3": Idefics3ImageProcessorPil}[family]
         return tiles(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True)
-    if family == "gemma4":
+    if family.startswith("gemma4"):
         return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
     return Gemma3ImageProcessorPil(size={"height": 32, "width": 32}, image_seq_length=16)
 

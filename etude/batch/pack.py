@@ -30,6 +30,8 @@ class Pack:
     """[R] int64: the last packed token of each row of the batch, -1 for an empty row; [0] if not made from a batch."""
     both_ways: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
     """[S] bool on the CPU: the segment's tokens attend to each other both ways; [0] if those of none do."""
+    in_windows: bool = False
+    """Segments attend both ways only in layers with a window, and within it."""
     images: PackImages | None = None
     """The images, if any token takes a feature of one."""
 

@@ -257,11 +257,6 @@ class PatchBudget:
         return (rows, columns) if columns else (min(height // width, self.budget), 1)
 
 
-def has_causal_images(text_config: Mapping[str, Any]) -> bool:
-    """Return true if the tokens of an image attend as those of text do, for a Gemma 4 with this config."""
-    return text_config.get("use_bidirectional_attention") is None
-
-
 def read_image_layout(directory: Path, max_pixels: int | None = None, *, tower: bool = True) -> ImageLayout | None:
     """Return the layout of the model in a directory; None for a model that takes no images.
 
@@ -285,11 +280,6 @@ def read_image_layout(directory: Path, max_pixels: int | None = None, *, tower: 
         case "gemma3":
             return FixedCount(config["mm_tokens_per_image"])
         case "gemma4":
-            if not has_causal_images(config["text_config"]):
-                raise ConfigError(
-                    f"In the model in {directory} the tokens of an image attend to each other both ways, "
-                    "which Etude does not compute: it takes text alone. Leave images out, or give a Gemma 4 E2B or E4B."
-                )
             return PatchBudget(processor["patch_size"] * processor["pooling_kernel_size"], processor["max_soft_tokens"])
     size = processor["size"]
     return PatchGrid(processor["patch_size"] * processor["merge_size"], size["shortest_edge"], size["longest_edge"])

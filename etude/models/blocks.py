@@ -155,11 +155,12 @@ class Plan:
         return [block for block in blocks if block is not None]
 
     def _blocks(self, window: int | None) -> tuple[Block, ...]:
-        both_ways = self.pack.both_ways.tolist() or [False] * len(self._tokens)
+        counts = len(self.pack.both_ways) and not (self.pack.in_windows and window is None)
+        both_ways = self.pack.both_ways.tolist() if counts else [False] * len(self._tokens)
         own = [tokens for tokens, both in zip(self._tokens, both_ways, strict=True) if len(tokens) and not both]
         blocks = [self._own(rows, window) for rows in _alike([(tokens, tokens) for tokens in own])]
         whole = [(tokens, tokens) for tokens, both in zip(self._tokens, both_ways, strict=True) if len(tokens) and both]
-        blocks += [_whole(rows) for rows in _alike(whole)]
+        blocks += [_whole(rows, window if self.pack.in_windows else None) for rows in _alike(whole)]
         for level, pairs in enumerate(self._levels, start=1):
             blocks += self.across(level, pairs, window)
         return tuple(blocks)
@@ -186,10 +187,16 @@ class Plan:
         return Block(level, query, key, False, seen, windowed)
 
 
-def _whole(rows: Sequence[tuple[Tensor, Tensor]]) -> Block:
-    """Return the block of segments that attend both ways; a window does not count in them."""
+def _whole(rows: Sequence[tuple[Tensor, Tensor]], window: int | None) -> Block:
+    """Return the block of segments that attend both ways. window: beyond it no earlier token is seen."""
     gather = PaddedRows.of([tokens for tokens, _ in rows])
-    return Block(0, gather, gather, False, _seen_keys(gather, gather), False)
+    seen = _seen_keys(gather, gather)
+    longest = gather.index.shape[1]
+    if window is None or longest <= window:
+        return Block(0, gather, gather, False, seen, False)
+    back = torch.arange(longest, device=gather.index.device)
+    near = (back[:, None] - back < window)[None]
+    return Block(0, gather, gather, False, near if seen is None else seen & near, True)
 
 
 def _seen_keys(query: PaddedRows, key: PaddedRows) -> Tensor | None:

@@ -26,8 +26,8 @@ from etude.models.routes import RouteShape, control_routers
 from etude.models.shapes import AttentionShape, LayerSizes, attention_shapes, read_context_length
 from etude.models.transformers_backbone import TransformersBackbone, decoder_layers, text_part
 from etude.models.verification import verify_model
-from etude.models.vision import Features, PassImages, VisionBackbone, takes_images
-from etude.models.vision_types import BOTH_WAYS, USED_FOR_TEXT
+from etude.models.vision import Features, PassImages, VisionBackbone, image_attention, takes_images
+from etude.models.vision_types import USED_FOR_TEXT, ImageAttention
 
 
 class Model:
@@ -162,9 +162,9 @@ class Model:
         return isinstance(self._backbone, VisionBackbone)
 
     @property
-    def attends_both_ways(self) -> bool:
-        """True if the tokens of an image attend to each other both ways; see `whole_images`."""
-        return self.has_vision and self.module.config.model_type in BOTH_WAYS
+    def image_attention(self) -> ImageAttention:
+        """The way in which the tokens of an image attend to each other; see `whole_images`."""
+        return image_attention(self.module.config) if self.has_vision else "causal"
 
     @property
     def reads_text_too(self) -> bool:

@@ -158,8 +158,8 @@ def _verify_image(model: Model, layers: list[nn.Module]) -> None:
     feature = np.arange(len(image)) - 3
     ids = torch.where(torch.from_numpy(image < 0), torch.arange(len(image)) % 3, config.image_token_id)
     inputs = {"input_ids": ids[None], **tower_arguments(config, [pixels], model.device)}
-    if pixels.grid is not None or model.attends_both_ways:
-        kinds = "token_type_ids" if model.attends_both_ways else "mm_token_type_ids"
+    if pixels.grid is not None or model.image_attention != "causal":
+        kinds = "token_type_ids" if model.image_attention == "both ways" else "mm_token_type_ids"
         inputs[kinds] = torch.from_numpy(image >= 0).long()[None]
     plain = np.arange(len(image))
     places = plain if pixels.grid is None else axes_positions(image, feature, [pixels.grid])
@@ -172,7 +172,7 @@ def _verify_image(model: Model, layers: list[nn.Module]) -> None:
         source=torch.arange(-1, len(ids) - 1),
         images=PackImages(torch.from_numpy(image), torch.from_numpy(feature), ()),
     )
-    row = split_images(row) if model.attends_both_ways else row
+    row = split_images(row, model.image_attention)
     with _described_failure(module, layers, []):
         images = PassImages(model.encode_images([pixels]), *taken)
         ours = model.hidden(row.ids, torch.from_numpy(places).to(model.device), PackedAttention(row), images)

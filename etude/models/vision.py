@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from etude.images.layouts import TOWER_ON_REQUEST, has_causal_images
+from etude.images.layouts import TOWER_ON_REQUEST
 from etude.images.pixels import Pixels
 from etude.models.backbone import AttentionFn
 from etude.models.checkpointing import checkpoint_layer
 from etude.models.config import ActivationCheckpointing, Head
 from etude.models.mixers import use_mixer
 from etude.models.transformers_backbone import ATTENTION_NAME, TransformersBackbone, use_checkpointing
-from etude.models.vision_types import BOTH_WAYS, BY_BUDGET, IN_TILES, ON_A_GRID, VISION_TYPES
+from etude.models.vision_types import BOTH_WAYS, BY_BUDGET, IN_TILES, ON_A_GRID, VISION_TYPES, ImageAttention
 
 _tower_checkpointing: ContextVar[ActivationCheckpointing] = ContextVar("tower_checkpointing", default="none")
 
@@ -37,9 +37,15 @@ _tower_checkpointing: ContextVar[ActivationCheckpointing] = ContextVar("tower_ch
 def takes_images(config: PreTrainedConfig, head: Head = "seeing") -> bool:
     """Return true if a model of this config with this head is computed with images."""
     kind = config.model_type
-    if kind in BY_BUDGET:
-        return has_causal_images(config.text_config.to_dict())
     return kind in VISION_TYPES and (head == "seeing" or kind not in TOWER_ON_REQUEST)
+
+
+def image_attention(config: Any) -> ImageAttention:
+    """Return how the tokens of an image attend to each other in a model that is computed with images."""
+    if config.model_type in BOTH_WAYS:
+        return "both ways"
+    in_windows = config.model_type in BY_BUDGET and config.text_config.use_bidirectional_attention is not None
+    return "in windows" if in_windows else "causal"
 
 
 def attention_names(config: PreTrainedConfig, head: Head = "seeing") -> str | dict[str, str]:

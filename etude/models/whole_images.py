@@ -1,8 +1,10 @@
-"""Images whose tokens attend to each other both ways, and else as other tokens do: Gemma 3.
+"""Images whose tokens attend to each other both ways, and else as other tokens do: Gemma 3, and the large Gemma 4.
 
 Each image becomes one segment. Its tokens see the tokens before it, and each other. Later tokens see all of it.
 
     text ──► image, both ways ──► text      in place of      text, image, text
+
+In Gemma 4 layers without a window are causal for images too.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import torch
 
 from etude.batch import Pack
 from etude.errors import BatchError
+from etude.models.vision_types import ImageAttention
 
 
-def split_images(pack: Pack) -> Pack:
-    """Return a pack in which every image is a segment that attends both ways. Its tokens keep their order."""
-    if pack.images is None:
+def split_images(pack: Pack, attention: ImageAttention) -> Pack:
+    """Return a pack in which every image is a segment that attends both ways, if images do so in the model. Its tokens
+    keep their order."""
+    if pack.images is None or attention == "causal":
         return pack
     image, feature = pack.images.image.cpu(), pack.images.feature.cpu()
     inside = image >= 0
@@ -43,4 +47,10 @@ def split_images(pack: Pack) -> Pack:
             both_ways.append(end > begin and bool(inside[begin]))
             above = len(parents) - 1
         last[segment] = above
-    return replace(pack, offsets=torch.tensor(offsets), parent=torch.tensor(parents), both_ways=torch.tensor(both_ways))
+    return replace(
+        pack,
+        offsets=torch.tensor(offsets),
+        parent=torch.tensor(parents),
+        both_ways=torch.tensor(both_ways),
+        in_windows=attention == "in windows",
+    )

@@ -17,6 +17,7 @@ from etude.images.pixel_cache import PixelCache
 from etude.images.pixels import PixelReader, ResizedImage
 from etude.models import Model
 from etude.models.vision import axes_positions
+from etude.models.vision_types import ImageAttention
 from etude.rollout.request import RequestImages, refuse_images
 
 MAX_NUMBERS = 2**16
@@ -40,10 +41,10 @@ class ImageReader:
             return None
         return cls(PixelReader.load(directory, max_pixels))
 
-    def read(self, length: int, images: PromptImages, *, both_ways: bool = False) -> RequestImages:
+    def read(self, length: int, images: PromptImages, attention: ImageAttention = "causal") -> RequestImages:
         """Return the images of a prompt of this length; raise if one cannot be read or does not fit its tokens.
 
-        both_ways: the tokens of an image see each other both ways.
+        attention: as the model's `image_attention`.
         """
         spans = check_spans("The prompt", images.spans, length)
         digests = tuple(dict.fromkeys(span.digest for span in spans))
@@ -68,7 +69,8 @@ class ImageReader:
             np.array([self._numbers.find(digest) for digest in digests], np.int32),
             axes,
             0 if axes is None else int(axes.max()) + 1 - length,
-            _reach(length, spans) if both_ways else None,
+            None if attention == "causal" else _reach(length, spans),
+            attention == "in windows",
         )
 
 
@@ -85,7 +87,7 @@ async def read_images(
         refuse_images(images)
     if reader is None:
         raise ConfigError("This engine was made without a reader of images: make it with `images=`.")
-    return await reader.pixels.run(partial(reader.read, length, images, both_ways=model.attends_both_ways))
+    return await reader.pixels.run(partial(reader.read, length, images, model.image_attention))
 
 
 def _reach(length: int, spans: Sequence[ImageSpan]) -> NDArray[np.int64]:

@@ -92,13 +92,15 @@ class AttentionBatch:
     fetch: Tensor  # blocks: [2 · F · Hk · S / size] of prefix groups, then [2 · F · U · Hk · L / size] of chunks
     query_positions: Tensor  # [F · U, n] of each query
     last_seen: Tensor  # [F · U, n]: the position of the last key that it sees: its own, but within some images
+    in_windows: bool  # later keys than its own are seen in layers with a window alone
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
         """[F · U, 1, n, 1, S + L]: 0 where a query sees a key, −inf elsewhere."""
         if window not in self.masks:
             keys = torch.arange(self.shape[3] + self.shape[4], device=self.query_positions.device)
-            visible = keys <= self.last_seen[:, :, None]
+            last = self.query_positions if self.in_windows and window is None else self.last_seen
+            visible = keys <= last[:, :, None]
             if window is not None:
                 visible &= keys > self.query_positions[:, :, None] - window
             mask = torch.zeros(visible.shape, device=self.query_positions.device).masked_fill_(~visible, -torch.inf)
@@ -162,6 +164,8 @@ class ForwardBatch:
         addresses = self.computed.places[:, None] + cache.head_tokens
         self._write = addresses.reshape(-1).to(cache.device)
         reach = _reach(computed)
+        images = (work.request.images for work in computed)
+        self._in_windows = any(each is not None and each.in_windows for each in images)
         self._last_seen = positions if reach is None else reach - 1
         chunk_tokens = shapes.attention.chunk_tokens(cache.queries_per_kv_head)
         chunks = split_into_chunks(first, start, stop, slot, chunk_tokens, reach)
@@ -214,6 +218,7 @@ class ForwardBatch:
             fetch=torch.cat([ids.reshape(-1) for ids in fetch]).to(cache.device),
             query_positions=self._to(chunks.end[:, None] - counts + index),
             last_seen=self._to(self._last_seen[rows].reshape(len(chunks), count)),
+            in_windows=self._in_windows,
         )
 
     def __call__(

@@ -65,6 +65,8 @@ class RequestImages:
     reach: NDArray[np.int64] | None = None
     """[P]: the number of tokens that each token sees, where those of an image see all of it; None if none sees later
     tokens."""
+    in_windows: bool = False
+    """Only in layers with a window a token sees later ones."""
 
     def keys(self, prompt: Ids) -> Ids:
         """[P] → [P]: return the ids, of image tokens the image's number."""

@@ -62,7 +62,7 @@ def compute_hidden(model: Model, pack: Pack, pixels: PixelCache | None) -> Tenso
         )
     shown = pixels.read_all({each.digest: each.read for each in pack.images.contents})
     positions, images = _encode(model, pack, pack.images, shown)
-    attend = PackedAttention(split_images(pack) if model.attends_both_ways else pack)
+    attend = PackedAttention(split_images(pack, model.image_attention))
     return model.hidden(pack.ids, positions, attend, images)
 
 

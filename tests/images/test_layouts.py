@@ -126,6 +126,3 @@ def test_other_models(tmp_path: Path) -> None:
         read_image_layout(write(tmp_path, dict(families()["gemma3"].config), {"do_pan_and_scan": True}))
     with pytest.raises(ConfigError, match=r"takes every image in one size, so `vision\.max_pixels` 100 would have no"):
         read_image_layout(write(tmp_path, dict(families()["gemma3"].config), {}), 100)
-    both_ways = {**families()["gemma4"].config, "text_config": {"use_bidirectional_attention": "vision"}}
-    with pytest.raises(ConfigError, match=r"attend to each other both ways, which Etude does not compute: it takes"):
-        read_image_layout(write(tmp_path, both_ways, {}))

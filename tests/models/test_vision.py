@@ -211,21 +211,21 @@ def test_a_critic_of_a_model_that_is_used_for_text_too_takes_none() -> None:
     critic = load(make_vlm("gemma3"), dtype=torch.float32, head="value")
     assert critic.has_score_head and not critic.has_vision
     policy = load(make_vlm("gemma3"), dtype=torch.float32)
-    assert policy.has_vision and policy.attends_both_ways
+    assert policy.has_vision and policy.image_attention == "both ways"
     assert not copy_with_score_head(policy, torch.float32).has_vision
 
 
 def test_an_image_that_attends_both_ways_is_whole() -> None:
     rows = forest("gemma3")
     shown = PackImages(torch.from_numpy(rows.image), torch.from_numpy(rows.feature), ())
-    whole = split_images(replace(rows.pack, images=shown))
+    whole = split_images(replace(rows.pack, images=shown), "both ways")
     assert whole.parent.tolist() == [-1, 0, 1, 2, 2, 4, 5, -1, 7, 8, 9, 10, -1]
     assert whole.both_ways.nonzero()[:, 0].tolist() == [1, 5, 8, 10]
-    assert split_images(rows.pack) is rows.pack, "a pack without images"
+    assert split_images(rows.pack, "both ways") is rows.pack, "a pack without images"
     cut = forest("gemma3", cut=8)
     shown = PackImages(torch.from_numpy(cut.image), torch.from_numpy(cut.feature), ())
     with pytest.raises(BatchError, match="Segment 1 begins inside an image, and this model reads an image as a whole"):
-        split_images(replace(cut.pack, images=shown))
+        split_images(replace(cut.pack, images=shown), "both ways")
 
 
 def test_a_vision_model_has_no_other_head() -> None:

@@ -100,10 +100,8 @@ class Shown:
             places = place_features(image, feature, [each.features for each in pixels])
             with torch.no_grad():
                 shown = PassImages(model.encode_images(pixels), *(torch.from_numpy(each) for each in places))
-            if model.attends_both_ways:
-                pack = split_images(
-                    replace(pack, images=PackImages(torch.from_numpy(image), torch.from_numpy(feature), ()))
-                )
+            placed = PackImages(torch.from_numpy(image), torch.from_numpy(feature), ())
+            pack = split_images(replace(pack, images=placed), model.image_attention)
         with torch.no_grad():
             hidden = model.hidden(pack.ids, positions, PackedAttention(pack), shown)[len(prompt) - 1 : -1]
             logp = model.logits(hidden).log_softmax(-1).gather(1, pack.ids[len(prompt) :, None].long())

@@ -23,7 +23,7 @@ from tests.rollout.engines import Ids, engine_of
 from tests.rollout.shown import Shown, png, shown_to
 from tests.vlms import QWEN, TILED, load_vlm
 
-SEEING = (*QWEN, *TILED, "gemma3", "gemma4")
+SEEING = (*QWEN, *TILED, "gemma3", "gemma4", "gemma4_large")
 RED, BLUE, TALL, SMALL = png(0, 50, 40), png(3, 50, 40), png(1, 30, 90), png(2, 33, 47)
 CLOSE = 1e-5
 
