@@ -38,8 +38,8 @@ def check_observation(content: Any) -> ObservationContent:
         )
     else:
         raise ChatError(
-            f"An observation is text, a list of messages, or a list of texts and images; a value of type "
-            f"{type(content).__name__} was given."
+            "An observation is text, a list of messages, or a list of texts and images; "
+            f"{_describe_wrong(content)} was given."
         )
     try:
         observation_text(observation).encode()
@@ -51,6 +51,18 @@ def check_observation(content: Any) -> ObservationContent:
 def _shows_images(content: Any) -> bool:
     """Return True for a list of images, or of images and texts."""
     return isinstance(content, Sequence) and all(map(is_part, content)) and not all(isinstance(p, str) for p in content)
+
+
+def _describe_wrong(content: Any) -> str:
+    """Return a phrase for a value that is no observation; of a list, about its first wrong entry."""
+    if isinstance(content, Mapping | bytes) or not isinstance(content, Sequence):
+        return f"a value of type {type(content).__name__}"
+    if all(isinstance(part, str) for part in content):
+        return "a list of texts alone"
+    for place, entry in enumerate(content):
+        if not isinstance(entry, Message | Mapping) and not is_part(entry):
+            return f"a list whose entry {place} is of type {type(entry).__name__}"
+    return "a list of messages and of texts or images beside them"
 
 
 def _read_message(message: Message) -> Message:

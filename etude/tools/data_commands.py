@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from etude.data.prepare import Preparation, PreparedFiles, prepare_dataset
 from etude.errors import ConfigError
 from etude.observe import make_console
 from etude.recipes.hub import data_files, locate_model
+from etude.tools.rollout_reader import prompt_text
 
 SPLIT_PURPOSES = {"train": "for training", "val": "for evaluation", "test": "for the final test"}
 ANSWERS = ("chosen", "rejected")
@@ -89,21 +90,17 @@ def _show_task(console: Console, title: str, row: Mapping[str, Any], prompt: Any
     if isinstance(prompt, str):
         rendered = prompt
     else:
-        rendered = _format_messages(prompt) if chat is None else chat.render_text(list(map(message_from_dict, prompt)))
+        rendered = prompt_text(prompt) if chat is None else chat.render_text(list(map(message_from_dict, prompt)))
     console.print(Text(rendered), soft_wrap=True)
     for name in ANSWERS:
         if all(row.get(column) for column in ANSWERS):
-            answer = row[name] if isinstance(row[name], str) else _format_messages(row[name])
+            answer = prompt_text(row[name])
             console.print(Text.assemble((f"{name}: ", "bold"), answer), soft_wrap=True)
 
 
 def _show_answer(console: Console, truth: Any) -> None:
     text = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
     console.print(Text.assemble(("right answer: ", "bold"), text), soft_wrap=True)
-
-
-def _format_messages(messages: Sequence[Mapping[str, Any]]) -> str:
-    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)
 
 
 def _longest(dataset: Dataset, chat: ChatRenderer | None) -> str:

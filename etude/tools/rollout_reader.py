@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 from etude.chat import ChatRenderer, PromptReader, Tokenizer
 from etude.chat.prompt_reader import PROMPT, spans_after
 from etude.errors import ConfigError
+from etude.images.addresses import find_address
 from etude.recipes.collect.rollout_ends import effective_reward
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
 from etude.records import Outcome, Turn
@@ -257,12 +258,14 @@ def _content_text(content: Any) -> str:
 
 
 def _part_text(part: Any) -> str:
-    """Return a part of a message as text. One that is not text stands in brackets: its address, or its kind."""
+    """Return a part of a message as text. One that is not text stands in brackets: an image with its size, an address,
+    or its kind."""
     match part:
         case {"text": str(text)}:
             return text
         case {"url": str(url)} | {"image_url": {"url": str(url)} | str(url)}:
-            return f"[{url[:80]}]"
+            image = find_address(url)
+            return f"[{url[:80]}]" if image is None else f"[picture {image.width}x{image.height}]"
         case {"type": str(kind)}:
             return f"[{kind}]"
     return json.dumps(part)

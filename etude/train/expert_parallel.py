@@ -124,7 +124,7 @@ def refuse_without_experts(model: Model, expert: int) -> None:
     if not find_experts(model.module):
         raise ConfigError(
             f"`mesh.expert={expert}` divides experts, and this {model.module.config.model_type} model has none. Leave "
-            f"it out, or set `mesh.tensor={expert}`."
+            "it out: the ranks then share its weights all the same."
         )
 
 

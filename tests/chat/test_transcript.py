@@ -134,8 +134,14 @@ def test_observations_are_text_or_messages() -> None:
         Message("user", "a"),
         Message("assistant", "", tool_calls=(call,)),
     )
-    for wrong in (None, 3, ["a"], {"role": "user", "content": "a"}):
-        with pytest.raises(ChatError, match=f"a value of type {type(wrong).__name__} was given"):
+    for wrong, described in (
+        (None, "a value of type NoneType"),
+        ({"role": "user", "content": "a"}, "a value of type dict"),
+        (["a"], "a list of texts alone"),
+        (["a", 3], "a list whose entry 1 is of type int"),
+        ([Message("user", "a"), "b"], "a list of messages and of texts or images beside them"),
+    ):
+        with pytest.raises(ChatError, match=f"{described} was given"):
             check_observation(wrong)
     with pytest.raises(ChatError, match="unpaired surrogate"):
         check_observation([{"role": "user", "content": "\ud800"}])

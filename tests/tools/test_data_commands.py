@@ -11,6 +11,7 @@ from etude.chat import Tokenizer
 from etude.cli import main
 from tests.chat.made import CHATML, byte_level, save
 from tests.data.prepare.made import GSM8K, lines
+from tests.view.pictures import data_url, png
 
 Captured = pytest.CaptureFixture[str]
 BROKEN = {"question": "1?", "answer": "one"}
@@ -121,3 +122,9 @@ def test_tasks_are_shown_as_a_model_gets_them(capsys: Captured, here: Path) -> N
 )
 def test_tasks_that_cannot_be_shown_are_refused(words: list[str], message: str, capsys: Captured) -> None:
     assert message in refused(capsys, "data", "show", *words)
+
+
+def test_a_picture_of_a_task_is_shown_by_its_size(tmp_path: Path, capsys: Captured) -> None:
+    row = {"prompt": "<image> How many?", "images": [data_url(png(64, 48))], "ground_truth": "3"}
+    lines(tmp_path / "pictures.jsonl", [row])
+    assert printed(capsys, "data", "show", "pictures.jsonl")[1] == "user: [picture 64x48]  How many?"
