@@ -305,15 +305,16 @@ def _train_or_run_agents(run: Any) -> None:
     if servers is None or servers.weight_transport != "ipc":  # handles of such segments differ between torch's versions
         prefer_expandable_segments()
     if read_role() is not None:
-        from etude.agents.agent import load_agent
         from etude.agents.execution.runner_process import serve_if_runner
+        from etude.agents.source_agents import load_agents
 
-        if run.agent.path is None:
+        agent = load_agents(run.agent.path, run.agent.sources)
+        if agent is None:
             raise ConfigError(
                 f"ETUDE_ROLE={read_role()} chooses this process's part in a run with agents, and this run has no "
                 "`agent.path`. Unset ETUDE_ROLE."
             )
-        if serve_if_runner(load_agent(run.agent.path), run.agent.max_concurrency):
+        if serve_if_runner(agent, run.agent.max_concurrency):
             return
         run = run.model_copy(update={"agent": run.agent.model_copy(update={"runners": 0})})
     train(run)

@@ -303,8 +303,8 @@ Tab then completes commands, flags, presets, options, their values and files."""
 
 RUNNER = """\
 examples:
-  ETUDE_STORE_KEY=$(cat runs/mine/runner.key) etude runner my_agent.py:solve \\
-      --url http://127.0.0.1:8700
+  ETUDE_STORE_KEY=$(cat runs/mine/runner.key) etude runner my_agent.py:solve --url …
+  ETUDE_STORE_KEY=… etude runner shop=my_agent.py:solve game=my_game.py:Game --url …
   ETUDE_STORE_KEY=… etude runner hub --url http://trainer:8700    # the run's env.hub
 
 The key is read from ETUDE_STORE_KEY alone: others can see the command line. The

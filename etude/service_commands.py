@@ -28,7 +28,7 @@ def _runner(arguments: argparse.Namespace) -> None:
     from etude.observe import configure_logging
 
     configure_logging("info")
-    if arguments.agent == "hub":
+    if arguments.agent == ["hub"]:
         from etude.recipes.agents.hub_runner import join_hub
 
         join_hub(arguments.url, python=arguments.python, workers=arguments.workers, name=arguments.name, n=arguments.n)
@@ -124,7 +124,10 @@ def _add_runner(commands: Any) -> None:
     summary = "run an agent for a trainer on another machine"
     runner = add_command(commands, "runner", summary, RUNNER)
     runner.add_argument(
-        "agent", metavar="AGENT", help="the agent, as path/to/file.py:name or module:name; `hub`: a hub's program"
+        "agent",
+        nargs="+",
+        metavar="AGENT",
+        help="path/to/file.py:name or module:name; in a mix SOURCE=… for each; `hub`: a hub's program",
     )
     runner.add_argument("--url", default="", help="address of the run's store (default: ETUDE_STORE_URL)")
     runner.add_argument("--name", default="", help="name of this runner (default: machine and process)")

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from etude.agents.agent import Agent, as_agent, get_agent_spec
 from etude.agents.execution.runner_process import serve_if_runner
+from etude.agents.source_agents import combine_agents
 from etude.config.compose import compose
 from etude.config.env import read_role
 from etude.config.plugin import current_file
@@ -50,7 +51,8 @@ class TrainerContext:
 
     def merge_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Merge the algorithm's options with the trainer's; refuse an option that is in both."""
-        refuse_duplicates(dict.fromkeys(self.options, "an argument of `etude.Trainer`, or its agent,"), options)
+        given = [*self.options, *(name for name in options if name.startswith("agent.sources."))]
+        refuse_duplicates(dict.fromkeys(given, "an argument of `etude.Trainer`, or its agent,"), options)
         return {**options, **self.options}
 
 
@@ -220,13 +222,14 @@ class Trainer:
         }
 
     def fit(self, agent: Any, train: Tasks | None = None, val: Tasks | None = None) -> dict[str, float]:
-        """Run the algorithm with this agent and these tasks, and return its metrics.
+        """Run the algorithm with this agent and these tasks, and return its metrics. In a mix, `agent` is a mapping
+        from data source to agent; tasks of other sources are answered once.
 
         With ETUDE_ROLE=runner the same program is a runner: it serves the store at ETUDE_STORE_URL until a signal stops
         it. With ETUDE_ROLE=train the program starts no runners, and waits for such runners.
         """
         _refuse_during_load()
-        if serve_if_runner(as_agent(agent, "The agent"), self._max_concurrency):
+        if serve_if_runner(_as_one(agent), self._max_concurrency):
             return {}
         with self._context(agent, {"agent.runners": 0} if read_role() == "train" else {}):
             return run_outside_event_loop(lambda: self.algorithm.run(_materialize(train), _materialize(val)))
@@ -248,12 +251,21 @@ class Trainer:
     @contextmanager
     def _context(self, agent: Any, options: Mapping[str, Any]) -> Iterator[None]:
         """Give the algorithm the agent and the options."""
-        options = {**self._options, **options, "agent.path": get_agent_spec(agent)}
-        self.algorithm.context = TrainerContext(as_agent(agent, "The agent"), options)
+        is_mix = isinstance(agent, Mapping)
+        named: dict[str, Any] = {"agent.path": None if is_mix else get_agent_spec(agent)}
+        named["agent.sources"] = {source: get_agent_spec(each) for source, each in agent.items()} if is_mix else {}
+        self.algorithm.context = TrainerContext(_as_one(agent), {**self._options, **options, **named})
         try:
             yield
         finally:
             self.algorithm.context = None
+
+
+def _as_one(agent: Any) -> Agent:
+    """Return the agent, or one that plays with several: the agent of each data source."""
+    if not isinstance(agent, Mapping):
+        return as_agent(agent, "The agent")
+    return combine_agents({source: as_agent(each, f"The agent of {source}") for source, each in agent.items()})
 
 
 def _refuse_during_load() -> None:

@@ -22,7 +22,7 @@ import functools
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from etude.agents import load_openai_clients
 from etude.config.plugin import is_file_module, load_object
 from etude.errors import AgentError
 from etude.lazy import LazyModule
+from etude.records import Task
 from etude.store.queue.rollout_queue import Claim, RolloutPurpose
 
 if TYPE_CHECKING:
@@ -153,6 +154,14 @@ class Agent(ABC):
         """Return the names of the file that the agent is written in, in which its hooks are."""
         names: Mapping[str, Any] = getattr(type(self).run, "__globals__", {})
         return names
+
+    def members(self) -> Sequence[Agent]:
+        """Return the agents that play its attempts: itself, or those of data sources."""
+        return [self]
+
+    def of_task(self, task: Task) -> Agent:  # noqa: ARG002
+        """Return the member that plays a task."""
+        return self
 
 
 class FunctionAgent(Agent):

@@ -19,7 +19,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -98,7 +98,7 @@ class Runner:
         """The number of attempts that were reported, by outcome."""
         self._queue = queue
         self._agent = agent
-        self._hooks = find_hooks(agent)
+        self._hooks = {id(member): find_hooks(member) for member in agent.members()}
         self._store_url = store_url
         self._timeouts = timeouts or RunnerTimeouts()
         self._cancel_s = self._timeouts.cancel_s + agent.grace_s
@@ -145,19 +145,14 @@ class Runner:
         self._threads = WorkerThreads(f"etude-{self.name}")
         self._loop = asyncio.get_running_loop()
         try:
-            await self._call_hook("set up", self._agent.setup)
-            heartbeats = asyncio.create_task(self._send_heartbeats(), name=f"{self.name} beats")
-            self._claim_task = asyncio.create_task(self._claim(), name=f"{self.name} claims")
-            try:
-                await asyncio.wait({self._claim_task})
-                await self._drain()
-            finally:
-                self._claim_task.cancel()
-                await self._cancel_all()
-                heartbeats.cancel()
-                await self._call_hook("torn down", self._agent.teardown)
+            async with AsyncExitStack() as stack:
+                for member in self._agent.members():
+                    await self._call_hook(member, "set up", member.setup)
+                    stack.push_async_callback(self._call_hook, member, "torn down", member.teardown)
+                await self._play()
         finally:
             self._threads.close()
+        assert self._claim_task is not None, "it has played"
         if not self._claim_task.cancelled():
             self._claim_task.result()  # raise the error that ended it, if one did
         if self.abandoned >= MAX_ABANDONED:
@@ -168,6 +163,18 @@ class Runner:
             )
 
     # -- claiming and playing ------------------------------------------------------------------------------------------
+
+    async def _play(self) -> None:
+        """Claim and play until stopped, and let the active attempts end."""
+        heartbeats = asyncio.create_task(self._send_heartbeats(), name=f"{self.name} beats")
+        self._claim_task = asyncio.create_task(self._claim(), name=f"{self.name} claims")
+        try:
+            await asyncio.wait({self._claim_task})
+            await self._drain()
+        finally:
+            self._claim_task.cancel()
+            await self._cancel_all()
+            heartbeats.cancel()
 
     async def _claim(self) -> None:
         """Claim as many rollouts as there are free slots, until this is cancelled or too many attempts were
@@ -182,13 +189,14 @@ class Runner:
                 self._start_attempt(claim)
 
     def _start_attempt(self, claim: Claim) -> None:
+        agent = self._agent.of_task(claim.task)
         attempt = RunningAttempt(
-            self._agent,
+            agent,
             claim,
             self._queue,
             self._threads,
-            self._hooks,
-            cancel_s=self._cancel_s,
+            self._hooks[id(agent)],
+            cancel_s=self._timeouts.cancel_s + agent.grace_s,
             uncounted_s=self._unanswered_seconds,
             store_url=self._store_url,
         )
@@ -297,7 +305,7 @@ class Runner:
 
     # -- set-up and shutdown -------------------------------------------------------------------------------------------
 
-    async def _call_hook(self, action: str, hook: Callable[[], Any]) -> None:
+    async def _call_hook(self, agent: Agent, action: str, hook: Callable[[], Any]) -> None:
         try:
             async with asyncio.timeout(self._timeouts.setup_s):
                 if inspect.iscoroutinefunction(hook):
@@ -306,10 +314,10 @@ class Runner:
                     await result
         except TimeoutError as error:
             reason = f"it took longer than {self._timeouts.setup_s:g} s"
-            raise AgentError(f"The agent {self._agent.title} could not be {action}: {reason}.") from error
+            raise AgentError(f"The agent {agent.title} could not be {action}: {reason}.") from error
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            raise AgentError(f"The agent {self._agent.title} could not be {action}: {reason}") from error
+            raise AgentError(f"The agent {agent.title} could not be {action}: {reason}") from error
 
     async def _drain(self) -> None:
         """Let active attempts end, until the timeout or a second `stop`."""

@@ -46,8 +46,8 @@ class EvaluationConfig(Config):
     when: Annotated[
         Literal["between", "beside"],
         OnlyWith(
-            "agent.path",
-            lambda agent: agent is None,
+            "has_agents",
+            lambda has_agents: not has_agents,
             f"{BESIDE}, and an agent's calls are drawn by the newest weights. Leave it out.",
         ),
         OnlyWith(

@@ -53,6 +53,7 @@ READ_OPTIONS = {
         "collect.timeout",
         "collect.retries",
         "agent.path",
+        "agent.sources",
         "agent.strategy",
         "agent.runners",
         "agent.max_concurrency",

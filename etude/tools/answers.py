@@ -160,7 +160,8 @@ class _TurnLimits:
 
     def __init__(self, directory: Path) -> None:
         options = read_options(directory) if (directory / OPTIONS).exists() else {}
-        self._has_agent = options.get("agent", {}).get("path") is not None
+        agent = options.get("agent", {})
+        self._has_agent = bool(agent.get("path") or agent.get("sources"))
         self._env = options.get("env", {})
 
     def of_source(self, source: str) -> int | None:

@@ -11,7 +11,7 @@ from etude.demo.tabular.run import DemoRun
 from etude.recipes.run.config import Run
 from tests.option_lists import find_undocumented_fields, find_untyped_fields, list_option_paths, list_options
 
-MAX_OPTIONS = 198
+MAX_OPTIONS = 199
 MAX_PATHS = 300
 
 

@@ -47,6 +47,15 @@ async def say(llm: LLM, prompt: str, tag: str = "", state: str = "", **more: Any
 
 
 @etude.agent
+def repeater(task: Task, llm: LLM) -> float:
+    """Continue the prompt twice, and pay for the share of digits."""
+    said = ""
+    for _ in range(2):
+        said += llm.client.completions.create(model=llm.model, prompt=f"{task['prompt']}{said}").choices[0].text
+    return share(said)
+
+
+@etude.agent
 async def talker(task: Task, llm: LLM, rollout: RolloutInfo) -> dict[str, float]:
     """Plan, continue from the plan, and start anew with the result: two rows of three turns."""
     PLAYED.append((rollout.id, rollout.attempt))

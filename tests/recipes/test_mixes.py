@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.recipes import partners
+from tests.recipes import partners, players
 from tests.recipes.runs import REWARDS, Captured, refused_run, same, step_metrics, train, weights
 from tests.recipes.supervised_runs import write
 
 SOURCES = ("sums", "words", "game")
 PARTNERS = partners.__name__
 ECHO = f"{PARTNERS}:Echo"
+REPEATER = f"{players.__name__}:repeater"
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,26 @@ def test_each_source_of_a_mix_learns_and_a_resumed_run_is_the_same(
     assert same(weights(halves), weights(run))
 
 
+@pytest.mark.slow
+def test_each_agent_of_a_mix_learns_and_the_rest_is_answered_once(
+    world: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    """A run that stopped and resumed plays the same rollouts, in processes of their own too."""
+    left_out = dict.fromkeys(name for name in mix(files) if name.startswith(("env.", "sampling.", "reward.sources.w")))
+    options = mix(files) | left_out | {"reward.sources.words": "environment", "agent.runners": 2}
+    options |= {"agent.sources.game": ECHO, "agent.sources.words": REPEATER}
+    run = train(world, tmp_path / "run", **options, steps=14)
+    steps = step_metrics(run)
+    for source, share in zip(SOURCES, (2, 1, 1), strict=True):
+        earned = [step[f"source/{source}/reward"] for step in steps]
+        assert fmean(earned[-4:]) > fmean(earned[:4]) + 0.15, f"{source}: {earned}"
+        assert all(step[f"source/{source}/rollouts"] == 4 * share for step in steps)
+    assert all(step["failed_attempts"] == 0 for step in steps)
+    halves = train(world, tmp_path / "halves", **options, steps=5)
+    train(world, halves, **options | {"agent.strategy": "cs"}, steps=14)
+    assert same(weights(halves), weights(run))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -91,6 +112,11 @@ def test_each_source_of_a_mix_learns_and_a_resumed_run_is_the_same(
             {"reward": "environment", **dict.fromkeys(REWARD_OPTIONS)},
             "`data.train` has rows of the data source `sums`, which none plays that gives rewards",
         ),
+        (
+            {"env.sources.game.path": None, "env.sources.game.kwargs.turns": None, "agent.sources.sums": REPEATER},
+            "`agent.sources.game`, or choose a reward",
+        ),
+        ({"agent.sources.maze": REPEATER}, "`agent.sources` has an agent make the rollouts, and `env` an environment"),
         ({"sampling.max_tokens_of.words": 7}, "`max_tokens_of` gives answers of the data source `words` 7 tokens"),
         ({"sampling.max_tokens_of.maze": 2}, "`sampling.max_tokens_of` names the data source `maze`"),
     ],

@@ -17,13 +17,15 @@ import pickle
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from etude.agents.agent import Agent, load_agent
+from etude.agents.agent import Agent
 from etude.agents.execution.shutdown import bounded_exit, run_bounded
 from etude.agents.runner import Runner, RunnerTimeouts
+from etude.agents.source_agents import load_agents, split_names
 from etude.child_process import reaper
 from etude.config.env import read_role, store_address
 from etude.errors import ConfigError, EtudeError
@@ -52,7 +54,7 @@ class RunnerSpec:
 
 
 def join_store(
-    agent: str,
+    agent: str | Sequence[str],
     url: str = "",
     key: str = "",
     *,
@@ -62,11 +64,14 @@ def join_store(
 ) -> None:
     """Run a runner for a store that is served elsewhere, until SIGINT or SIGTERM: the command `etude runner`.
 
-    agent: `module:name` or `path/to/file.py:name`. url, key: of the server, by default `ETUDE_STORE_URL` and
-    `ETUDE_STORE_KEY`.
+    agent: `module:name` or `path/to/file.py:name`; in a mix several, each after its data source: `shop=module:name`.
+    url, key: of the server, by default `ETUDE_STORE_URL` and `ETUDE_STORE_KEY`.
     """
-    url, key = resolve_store(agent, url, key)
-    run_spec(RunnerSpec(load_agent(agent), url, key, name, max_concurrency, timeouts or RunnerTimeouts()))
+    names = [agent] if isinstance(agent, str) else agent
+    url, key = resolve_store(" ".join(names), url, key)
+    loaded = load_agents(*split_names(names))
+    assert loaded is not None, "there is a name"
+    run_spec(RunnerSpec(loaded, url, key, name, max_concurrency, timeouts or RunnerTimeouts()))
 
 
 def serve_if_runner(agent: Agent, max_concurrency: int) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from etude.agents.agent import Agent, is_importable, load_agent
+from etude.agents.agent import Agent, is_importable
 from etude.agents.execution.processes import ProcessRunners
 from etude.agents.execution.threads import ThreadRunners
 from etude.agents.hubs.agent import HubAgent
@@ -31,6 +31,7 @@ from etude.agents.proxy.external import external_models
 from etude.agents.proxy.request import PromptScorer, Upstream
 from etude.agents.proxy.sampling_rules import make_seed_function
 from etude.agents.runner import RunnerTimeouts
+from etude.agents.source_agents import join_names, load_agents
 from etude.chat import ChatRenderer
 from etude.config.env import etude_command
 from etude.observe import Last, Metrics, get_logger
@@ -92,12 +93,11 @@ def agent_services(
 ) -> Iterator[AgentServices]:
     """Start all agent services, and yield what requests rollouts from agents.
 
-    loop: the run's own event loop. agent: the agent to run, instead of the one that `agent.path` names. code_changed:
+    loop: the run's own event loop. agent: the agent to run, instead of those that the options name. code_changed:
     failures of the rollouts so far do not count.
     """
     options, cursor = run.agent, journal.position if run.agent.store is None else 0
-    if agent is None and options.path is not None:
-        agent = load_agent(options.path)
+    agent = agent or load_agents(options.path, options.sources)
     host, _, port = options.listen.rpartition(":")
     with ExitStack() as stack, freeze_gc():
         keyring, queue, requested, renewers = _open_queues(options.store, journal, directory, stack, loop)
@@ -224,7 +224,9 @@ def _start_runners(
         )
         return stack.enter_context(processes).check
     key = f"$(cat {shlex.quote(str(directory / RUNNER_KEY))})" if config.store is None else "…"
-    agent_name = shlex.quote(config.path) if config.path is not None and is_importable(config.path) else "AGENT"
+    agent_name = shlex.join(join_names(config.path, config.sources))
+    if not all(map(is_importable, config.names)):
+        agent_name = "AGENT"
     if isinstance(agent, HubAgent):
         agent_name = HUB_RESOURCE
     message = "Runners may join: ETUDE_STORE_KEY=%s %s runner %s --url %s"

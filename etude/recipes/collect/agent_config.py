@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +17,11 @@ class AgentConfig(Config):
 
     path: str | None = Field(
         None, description="path/to/file.py:name or module:name: a function or class, `@etude.agent`"
+    )
+    sources: Mapping[str, str] = Field(
+        {},
+        description="the agent of each data source in a mix, by its name; tasks of others go to `agent.path`, or are "
+        "answered once",
     )
     strategy: Annotated[Literal["shm", "cs"], MAY_CHANGE] = Field(
         "shm", description="shm: runners are threads of this process; cs: runners are separate processes"
@@ -70,5 +76,14 @@ class AgentConfig(Config):
 
     @property
     def is_enabled(self) -> bool:
-        """True if an agent makes the rollouts, and not the run's own engine."""
-        return self.path is not None
+        """True if agents make the rollouts, and not the run's own engine."""
+        return bool(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all agents."""
+        return [*([] if self.path is None else [self.path]), *self.sources.values()]
+
+    def plays(self, source: str) -> bool:
+        """Return whether an agent plays the tasks of a data source, which are not answered once."""
+        return self.path is not None or source in self.sources

@@ -61,7 +61,7 @@ def engines_idle(evidence: Evidence) -> Iterator[RunFinding]:
     )
     if judging is not None and judging.mean > available / 4:
         remedy = f"Judging takes {judging.mean:.3g} s: `judging.workers=4`."
-    elif evidence.option("agent.path"):
+    elif evidence.option("agent.path") or evidence.option("agent.sources"):
         remedy = (
             "More attempts at a time: `agent.max_concurrency`, `agent.runners`, `collect.tasks`; or `max_staleness=1`."
         )

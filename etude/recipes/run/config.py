@@ -193,6 +193,12 @@ class Run(Recipe, AlgorithmConfig):
         """True if agents make the rollouts, and not the run's own engine: those of `agent`, or of a hub."""
         return self.agent.is_enabled or self.env.is_agent
 
+    def rewards_source(self, source: str) -> bool:
+        """Return whether an agent or an environment may give rewards to the tasks of a data source."""
+        if self.has_agents:
+            return self.env.is_agent or self.agent.plays(source)
+        return self.env.rewards_source(source)
+
     @property
     def has_greedy_baseline(self) -> bool:
         """True if each group is compared with a greedy answer."""

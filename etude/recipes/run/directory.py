@@ -246,6 +246,7 @@ def _with_paths(run: R, change: Callable[[Path], Path]) -> R:
     if isinstance(run, Run):
         paths |= {"env": run.env.with_absolute_paths(change)}
         paths |= {"agent.path": run.agent.path and with_file(run.agent.path, change)}
+        paths |= {"agent.sources": {name: with_file(path, change) for name, path in run.agent.sources.items()}}
         paths |= {"agent.external": run.agent.external and change(run.agent.external)}
         paths |= {"reward": run.reward.with_absolute_paths(change)}
     for path, value in paths.items():

@@ -147,8 +147,9 @@ def _describe_engine(engine: str, mesh: MeshConfig, ranks: int) -> str:
 
 def _how_to_resume(run: Recipe) -> str:
     """Return the sentence that says how the run is continued."""
-    agent, store = (run.agent.path, run.agent.store) if isinstance(run, Run) else (None, "")
-    return describe_resume(run.recipe, _from_here(run.directory), agent, has_store=bool(store))
+    agents = run.agent.names if isinstance(run, Run) else []
+    has_store = isinstance(run, Run) and run.agent.store is not None
+    return describe_resume(run.recipe, _from_here(run.directory), agents, has_store=has_store)
 
 
 def _from_here(directory: Path | None) -> str:

@@ -102,9 +102,10 @@ def read_run(reader: RunReader) -> RunPage:
 
 def _resume(reader: RunReader) -> str:
     agent = reader.options.get("agent") or {}
+    agents = [*filter(None, [agent.get("path")]), *(agent.get("sources") or {}).values()]
     directory = shlex.quote(str(reader.directory.absolute()))
     recipe = str(reader.options["recipe"])
-    return describe_resume(recipe, directory, agent.get("path"), has_store=bool(agent.get("store")))
+    return describe_resume(recipe, directory, agents, has_store=bool(agent.get("store")))
 
 
 def _checkpoints(directory: Path) -> list[Checkpoint]:

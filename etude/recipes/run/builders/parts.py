@@ -159,6 +159,7 @@ def _check_sources(run: Run, train: Dataset) -> None:
         "advantage.weights": run.advantage.weights if isinstance(run.advantage, OnPolicyDistillation) else (),
         "reward.sources": run.reward.sources if isinstance(run.reward, BySourceReward) else (),
         "env.sources": run.env.sources,
+        "agent.sources": run.agent.sources,
         "sampling.max_tokens_of": run.sampling.max_tokens_of,
     }
     if any(named.values()):
@@ -168,7 +169,7 @@ def _check_sources(run: Run, train: Dataset) -> None:
         for option, names in named.items():
             sources.refuse_others(option, names)
         if not run.reward.scores_answers:
-            sources.check_environments(run.env)
+            sources.check_players(run.rewards_source)
 
 
 def _free_engine_memory(train: TrainConfig, crew: Crew, publisher: WeightPublisher | None) -> Callable[[], None]:

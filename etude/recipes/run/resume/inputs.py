@@ -132,7 +132,7 @@ class RunInputs:
         prints = {}
         environments = [environment.options for environment in run.env.environments()]
         tools = [path for options in environments for path in options.tools]
-        named = ([options.code for options in environments], tools, [run.agent.path or ""])
+        named = ([options.code for options in environments], tools, run.agent.names)
         source_files = ({Path(path.rpartition(":")[0]) for path in paths} for paths in named)
         external_files = {run.agent.external} if run.agent.external else set()
         for name, files in zip(CODE, (run.reward.files(), *source_files, external_files), strict=True):

@@ -213,15 +213,16 @@ def check_agents(run: Run) -> Iterator[ConfigError]:
                 "or leave them out."
             )
         return
+    named = "agent.path" if run.agent.path is not None else "agent.sources"
     if run.env.is_enabled:
         yield ConfigError(
-            "`agent.path` has an agent make the rollouts, and `env` an environment: one of them would do nothing. "
-            "Leave one out; an agent may call any environment itself."
+            f"`{named}` has an agent make the rollouts, and `env` an environment: one of them would do nothing. Leave "
+            "one out. In a mix, `agent.sources` takes environment classes too; and an agent may call any environment."
         )
     if run.env.is_agent and run.agent.is_enabled:
         yield ConfigError(
-            f"`env.hub={run.env.hub}` has the hub's program make the rollouts, and `agent.path` another agent. Leave "
-            "one out."
+            f"`env.hub={run.env.hub}` has the hub's program make the rollouts, and `{named}` another agent. Leave one "
+            "out."
         )
     if run.env.is_agent and run.agent.strategy != "shm":
         yield ConfigError(
@@ -260,14 +261,15 @@ def _check_environment(run: Run) -> Iterator[ConfigError]:
             "`reward=environment` leaves rewards to the environment, and there is none that gives rewards. Give one "
             "with `env.path` or `env.hub`, or choose a reward."
         )
-    if isinstance(run.reward, BySourceReward) and not run.has_agents:
+    if isinstance(run.reward, BySourceReward):
         members = run.reward.sources.items()
-        left = [name for name, reward in members if not reward.scores_answers and not run.env.rewards_source(name)]
+        left = [name for name, reward in members if not reward.scores_answers and not run.rewards_source(name)]
         if left:
+            named = f"`env.sources.{left[0]}.path` or `env.sources.{left[0]}.hub`"
             yield ConfigError(
                 f"`reward.sources.{left[0]}=environment` leaves the rewards of the data source `{left[0]}` to an "
-                f"environment, and none that gives rewards plays it. Name one by `env.sources.{left[0]}.path` or "
-                f"`env.sources.{left[0]}.hub`, or choose a reward."
+                f"environment, and none that gives rewards plays it. Name one by "
+                f"{f'`agent.sources.{left[0]}`' if run.has_agents else named}, or choose a reward."
             )
     if run.env.is_enabled and run.data.overlong == "truncate":
         yield ConfigError(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from etude.data.sampler import Sampler
 from etude.errors import ConfigError
-from etude.recipes.collect.environment import EnvConfig
 
 
 class DataSources:
@@ -27,15 +26,16 @@ class DataSources:
         """Refuse a source without a reward. rewards: the sources that have one; none if one reward is for all."""
         self._check_complete("`reward.sources` has no reward", rewards)
 
-    def check_environments(self, env: EnvConfig) -> None:
-        """Refuse a source that no environment gives rewards, where `reward=environment` leaves them to one."""
-        left = [name for name in self._used if not env.rewards_source(name)]
+    def check_players(self, rewards_source: Callable[[str], bool]) -> None:
+        """Refuse a source that no environment or agent gives rewards, where `reward=environment` leaves them to one.
+        rewards_source: returns whether one of them may reward a source."""
+        left = [name for name in self._used if not rewards_source(name)]
         if left:
             subject = f"of the data source `{left[0]}`" if left[0] else "without a data source"
             raise ConfigError(
-                f"`reward=environment` leaves rewards to environments, and `{self._option}` has rows {subject}, which "
-                "none plays that gives rewards. Name one for them, or choose a reward for each source: "
-                "`reward=by_source`."
+                f"`reward=environment` leaves rewards to environments and agents, and `{self._option}` has rows "
+                f"{subject}, which none plays that gives rewards. Name one for them, or choose a reward for each "
+                "source: `reward=by_source`."
             )
 
     def _check_complete(self, lacking: str, named: Collection[str]) -> None:

@@ -1,0 +1,106 @@
+"""The agents of a mix: an attempt is played by the agent of its task's data source.
+
+    etude train … agent.sources.shop=my_agent.py:solve agent.sources.game=my_game.py:Game
+    etude runner shop=my_agent.py:solve game=my_game.py:Game --url http://…
+
+A runner has all of them. It calls the hooks and the set-up of each, and bounds an attempt by its own agent's limits.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from etude.agents.agent import Agent, CallSignature, load_agent
+from etude.agents.environment_agent import EnvironmentAgent
+from etude.errors import AgentError
+from etude.protocols import Observation
+from etude.records import Message, Task
+
+_NAMED = re.compile(r"([A-Za-z][\w.-]*)=(.+)")
+
+
+class SingleAnswer:
+    """An environment that ends with the first answer: it plays the tasks that have no agent."""
+
+    async def reset(self, task: Task) -> Observation:
+        """Show the prompt of the task."""
+        if task.fields.get("prompt") is None:
+            raise AgentError(
+                f"A task of the data source `{task.source}` is answered once, and has no prompt. Give it one, or an "
+                f"agent: `agent.sources.{task.source}=my_agent.py:solve`."
+            )
+        return Observation()
+
+    async def step(self, answer: Message) -> Observation:  # noqa: ARG002
+        """End, whatever the answer is."""
+        return Observation(done=True)
+
+
+class SourceAgents(Agent):
+    """An agent for each data source, and one for all others."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        return object.__new__(cls)  # its members have signatures, and it has none
+
+    def __init__(self, sources: Mapping[str, Agent], others: Agent) -> None:
+        self._sources = dict(sources)
+        self._others = others
+        members = self.members()
+        limits = [member.max_concurrency for member in members if member.max_concurrency is not None]
+        self.max_concurrency = min(limits, default=None)  # type: ignore[misc]
+        self.grace_s = max(member.grace_s for member in members)  # type: ignore[misc]
+
+    def __copy__(self) -> Self:
+        copies = {id(member): copy.copy(member) for member in self.members()}
+        sources = {source: copies[id(member)] for source, member in self._sources.items()}
+        return type(self)(sources, copies[id(self._others)])
+
+    @property
+    def title(self) -> str:
+        return ", ".join(f"{source}={member.title}" for source, member in self._sources.items())
+
+    def call_signature(self) -> CallSignature:
+        return CallSignature((), any(member.call_signature().is_async for member in self.members()))
+
+    def members(self) -> Sequence[Agent]:
+        return list({id(member): member for member in [*self._sources.values(), self._others]}.values())
+
+    def of_task(self, task: Task) -> Agent:
+        return self._sources.get(task.source, self._others)
+
+    def run(self) -> Any:
+        raise AssertionError("a runner calls the agent of a task's data source")
+
+
+def combine_agents(sources: Mapping[str, Agent], others: Agent | None = None) -> Agent:
+    """Return one agent that plays with these. others: for tasks of other data sources, which are answered once without
+    it."""
+    return SourceAgents(sources, others or EnvironmentAgent(SingleAnswer))
+
+
+def load_agents(path: str | None, sources: Mapping[str, str]) -> Agent | None:
+    """Load the agents of these names, each once; None if there is no name. path: for all other data sources."""
+    names = dict.fromkeys([*sources.values(), *([] if path is None else [path])])
+    agents = {name: load_agent(name) for name in names}
+    others = None if path is None else agents[path]
+    return combine_agents({source: agents[name] for source, name in sources.items()}, others) if sources else others
+
+
+def split_names(words: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+    """Return the agent's name, if one stands alone, and those of `source=name`."""
+    named = {word: _NAMED.fullmatch(word) for word in words}
+    alone = [word for word, match in named.items() if match is None]
+    if len(alone) > 1:
+        raise AgentError(
+            f"Two agents are given, {alone[0]} and {alone[1]}, and no data source. Give one, or write the data source "
+            "of each before it: `shop=my_agent.py:solve`."
+        )
+    return next(iter(alone), None), {match[1]: match[2] for match in named.values() if match is not None}
+
+
+def join_names(path: str | None, sources: Mapping[str, str]) -> list[str]:
+    """Return the words from which `split_names` reads these."""
+    return [*([] if path is None else [path]), *(f"{source}={name}" for source, name in sources.items())]
