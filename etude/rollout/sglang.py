@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import subprocess
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -239,7 +239,7 @@ class SglangBackend(SglangWeights):
         meta = (await client.post("/generate", body))["meta_info"]
         likeliest = [entry or [] for entry in meta.get("input_top_logprobs") or []]
         return ScoredTokens(
-            [float(entry[0]) for entry in meta["input_token_logprobs"][1:]], _parse_likeliest(likeliest[1:], top)
+            [_parse_logp(entry) for entry in meta["input_token_logprobs"][1:]], _parse_likeliest(likeliest[1:], top)
         )
 
     async def is_suspended(self, client: HttpClient) -> bool:
@@ -269,13 +269,23 @@ def _parse_chunk(event: dict[str, Any], sampling: SamplingParams, read: int) -> 
     likeliest = meta.get("output_top_logprobs") or []
     return StreamChunk(
         ids=ids,
-        logp=[float(entry[0]) for entry in scores],
+        logp=[_parse_logp(entry) for entry in scores],
         top_logprobs=_parse_likeliest(likeliest, sampling.top_logprobs),
         alternatives=_parse_likeliest(likeliest, sampling.alternatives),
         finish_reason=_parse_finish(meta),
         version_spans=_parse_spans(meta),
         read=read,
     )
+
+
+def _parse_logp(entry: Sequence[Any]) -> float:
+    """Return the log-prob of a token, whose id follows it. JSON has null in place of NaN."""
+    if entry[0] is None:
+        raise EngineError(
+            f"SGLang computed no number for the log-prob of token {entry[1]}. It computes this model wrongly here: "
+            "choose another dtype or device for it, or `rollout=vllm`."
+        )
+    return float(entry[0])
 
 
 def _parse_cut_chunk(ids: list[int], meta: dict[str, Any], sampling: SamplingParams, read: int) -> StreamChunk:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.sglang import _parse_chunk
 
@@ -34,3 +34,8 @@ def test_log_probs_and_alternatives_are_those_over_the_sets_of_the_new_tokens() 
 def test_a_server_that_sends_no_sets_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"2 tokens with 0 sets of those that are left\. Use SGLang from 0\.5\.23"):
         _parse_chunk(event(), CUT, 1)
+
+
+def test_a_log_prob_that_is_no_number_is_an_error_of_the_server() -> None:
+    with pytest.raises(EngineError, match=r"SGLang computed no number for the log-prob of token 31\. It computes this"):
+        _parse_chunk(event(output_token_logprobs=[[None, 31, None], [-4.0, 4, None]]), SamplingParams(), 1)
