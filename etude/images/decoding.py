@@ -88,6 +88,13 @@ def open_image(content: bytes, owner: str = "The image") -> Image.Image:
     return colours if rotation is None else colours.transpose(rotation)
 
 
+def plain_png(width: int, height: int) -> bytes:
+    """Return an image of one colour."""
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
 def _describe(content: bytes, image: ImageFile.ImageFile) -> ImageRef:
     width, height = image.size
     if _orientation(image) >= _SWAPS_SIDES:

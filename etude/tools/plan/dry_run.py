@@ -62,6 +62,7 @@ from etude.tools.plan.few_layers import count_layers
 from etude.tools.plan.layer_extrapolation import Repeat, extrapolate
 from etude.tools.plan.memory_tracker import MemoryTracker
 from etude.tools.plan.supervised_dry_run import SupervisedDryRun
+from etude.tools.plan.worst_images import WorstImages, find_worst_images, kept_features
 from etude.train import Learner
 from etude.train.backend import HeldModel, model_of
 from etude.train.forward import ForwardPass
@@ -144,6 +145,7 @@ class _DryRun(DryRun[Run]):
         """The engine's model, with the sizes of all its layers."""
         lengths.check_context_length(run, self.planned)
         self.row = self._max_lengths()
+        self.images = find_worst_images(run, self.row[0])
 
     def _max_lengths(self) -> tuple[int, int]:
         """Return the longest prompt and the longest answer, in tokens."""
@@ -189,7 +191,7 @@ class _DryRun(DryRun[Run]):
         critic = self._critic() if "critic" in roles else None
         with self.tracker.labeled_as("optimizer"):
             worker = auxiliary_models.build_policy_worker(
-                run, self.held, None, reference=reference, teacher=teacher, critic=critic
+                run, self.held, None, reference=reference, teacher=teacher, critic=critic, pixels=self.pixels
             )
         if critic is not None:
             model_of(critic).activation_checkpointing = self.requested.critic.train.activation_checkpointing
@@ -219,19 +221,23 @@ class _DryRun(DryRun[Run]):
                 routes = engine.model.control_routers("train.router_replay=r3") if run.records_routes else None
                 caches = EngineCaches(model, blocks=blocks, size=size, max_num_seqs=max_num_seqs, routes=routes)
             shapes = USUAL_SHAPES if options.deterministic and model.dtype == torch.float32 else UNPADDED_SHAPES
+            features: list[Tensor] = []
+            if self.images is not None:
+                with tracker.labeled_as("features"):
+                    features = kept_features(engine.model, self.images)
             with tracker.phase("sampling"), tracker.labeled_as("activations", logits_labeler(engine.model)):
                 params = run.sampling.params(0)
                 steps = engine_steps(options, model, params, blocks, max_concurrency, sum(self.row))
                 for scheduled, table in steps:
-                    run_engine_step(engine.model, caches, scheduled, table, shapes, real=real)
+                    run_engine_step(engine.model, caches, scheduled, table, shapes, real=real, images=self.images)
                     for cache in caches.kv:
                         cache.scratch_memory = torch.empty(0, dtype=cache.dtype)
             tracker.label(caches.state_memory(), "kv")
         if not self.requested.train.offload:
-            self.kept_alive += [caches, engine, prepacked]
+            self.kept_alive += [caches, engine, prepacked, features]
 
     def _learn(self, worker: PolicyWorker) -> None:
-        run, batch = self.run, worst_case_batch(self.run, self.row)
+        run, batch = self.run, worst_case_batch(self.run, self.row, self.images)
         if run.records_routes:
             batch = batch.replace(routes=torch.tensor(worker.served_routes().blank(batch.num_tokens)))
         columns = run.model_columns() - self._absent_columns()
@@ -252,7 +258,7 @@ class _DryRun(DryRun[Run]):
         """Run the phases of the models on a device without the policy."""
         run = self.run
         tracker = self.tracker
-        batch = worst_case_batch(self.run, self.row)
+        batch = worst_case_batch(self.run, self.row, self.images)
         reference = [self.frozen("reference", run.reference.path)] if "reference" in self.roles else []
         teachers = self.teachers(run.teacher).models if "teacher" in self.roles else []
         for frozen in (*reference, *teachers):
@@ -291,8 +297,11 @@ def _prepacked_weights(engine: EngineModel) -> list[Tensor]:
     return [torch.empty_like(linear.weight) for linear in engine.linear_weights() if can_prepack(linear.weight)]
 
 
-def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
-    """Return one rank's share of an update batch with rows of maximum length, at most a few micro-batches."""
+def worst_case_batch(run: Run, row: tuple[int, int], images: WorstImages | None = None) -> Batch:
+    """Return one rank's share of an update batch with rows of maximum length, at most a few micro-batches.
+
+    images: those of each prompt.
+    """
     prompt, answer = row
     budget = run.train.max_tokens_per_micro_batch
     together = run.mesh.ranks_per_rollout
@@ -304,7 +313,7 @@ def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
         if size >= most:  # a group fills the micro-batches alone
             size = most
             max_groups = 1
-    return _batch_of_groups(run, row, min(-(-rollouts // size), max_groups), size)
+    return _batch_of_groups(run, row, min(-(-rollouts // size), max_groups), size, images)
 
 
 def worst_case_group(run: Run, row: tuple[int, int]) -> Batch:
@@ -313,16 +322,22 @@ def worst_case_group(run: Run, row: tuple[int, int]) -> Batch:
     return _batch_of_groups(run, row, 1, min(run.collect.group_size, rollouts))
 
 
-def _batch_of_groups(run: Run, row: tuple[int, int], groups: int, size: int) -> Batch:
+def _batch_of_groups(
+    run: Run, row: tuple[int, int], groups: int, size: int, images: WorstImages | None = None
+) -> Batch:
     """Return groups of `size` rollouts each, with the columns that the run's losses read."""
     prompt, answer = row
     action = np.arange(prompt + answer) >= prompt
     zeros = np.zeros(prompt + answer, np.int32)
     indices = range(groups * size)
-    rows = [Sample(zeros, action, zeros.astype(np.float32), zeros, zeros, index) for index in indices]
+    shown = [() if images is None else images.spans(index // size) for index in indices]
+    rows = [
+        Sample(zeros, action, zeros.astype(np.float32), zeros, zeros, index, images=shown[index]) for index in indices
+    ]
     numbers = dict.fromkeys(run.data.batch_columns, 1.0)
     rollouts_of_batch = [Rollout(i, i // size, i // size, float(i % 2), columns=numbers) for i in indices]
-    batch = Batch.from_records(rows, rollouts_of_batch)
+    contents = None if images is None else images.contents(groups)
+    batch = Batch.from_records(rows, rollouts_of_batch, images=contents)
     present = {name for name, _ in batch.columns()}
     needed = sorted((run.required_columns() | run.critic.loss.required_columns() | run.model_columns()) - present)
     needed = [name for name in needed if name != "routes"]  # a pass makes it

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from etude.batch import Batch
 from etude.checkpoint import flat
+from etude.images.pixel_cache import PixelCache
 from etude.models import Head, Model, create_empty
 from etude.models.loading import create_on_meta
 from etude.models.shapes import LayerSizes
@@ -26,6 +27,7 @@ from etude.recipes.run.builders.policy import choose_trained
 from etude.recipes.workers.checkpointed import CheckpointedWorker
 from etude.tools.plan.fake_tensors import use_fake_tensors
 from etude.tools.plan.memory_tracker import MemoryTrace, MemoryTracker, TensorLabeler
+from etude.tools.plan.worst_images import WorstImages
 from etude.train import FrozenModel, ScoringModel, TrainConfig
 from etude.train.backend import HeldModel, model_of
 from etude.train.device_mesh import ShardMeshes
@@ -116,8 +118,15 @@ class DryRun(ABC, Generic[R]):
         with self.tracker.labeled_as("weights" if "policy" in setting.roles else None):
             self.held = build_policy(run, self.mesh, setting.layers)
         self.policy = model_of(self.held)
+        self.images: WorstImages | None = None
+        """The images of each prompt, of a model that takes some."""
         self.kept_alive: list[object] = []
         """Tensors that stay allocated during all later phases."""
+
+    @property
+    def pixels(self) -> PixelCache | None:
+        """The pixels of the images of prompts."""
+        return None if self.images is None else self.images.pixels
 
     @property
     def path(self) -> Path:
@@ -141,11 +150,12 @@ class DryRun(ABC, Generic[R]):
         without its adapters."""
         max_tokens = self.run.train.max_tokens_per_micro_batch
         if role == "reference" and path is None and self.run.lora.rank:
-            return FrozenModel(self.held, max_tokens, disable_adapters=True)
+            return FrozenModel(self.held, max_tokens, disable_adapters=True, pixels=self.pixels)
         with self.tracker.labeled_as(role):
             dtype = PRECISIONS[self.run.train.precision]
             model = build_model(path or self.path, dtype, self.mesh, self.setting.layers, prepare=_freeze)
-        return FrozenModel(model, max_tokens, temperature=temperature)
+        pixels = self.pixels if model_of(model).has_vision else None
+        return FrozenModel(model, max_tokens, temperature=temperature, pixels=pixels)
 
     def teachers(self, teacher: TeacherConfig, temperature: float = 1.0) -> Teachers:
         """Build the teacher, or those of all data sources."""

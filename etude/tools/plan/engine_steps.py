@@ -19,6 +19,7 @@ from etude.rollout.request import Request
 from etude.rollout.sampling import DrawnToken, sample_tokens
 from etude.rollout.scheduler import ScheduledWork, Scheduler
 from etude.rollout.step_batch import EngineCaches, StepBatch
+from etude.tools.plan.worst_images import WorstImages, pass_images
 
 
 def engine_steps(
@@ -94,11 +95,23 @@ class _DistinctGroups(ForwardBatch):
 
 
 def run_engine_step(
-    model: Model, caches: EngineCaches, scheduled: list[ScheduledWork], table: Any, shapes: ProductShapes, *, real: bool
+    model: Model,
+    caches: EngineCaches,
+    scheduled: list[ScheduledWork],
+    table: Any,
+    shapes: ProductShapes,
+    *,
+    real: bool,
+    images: WorstImages | None = None,
 ) -> None:
-    """Run one step as the engine does. real: with real tensors, and so with every attention group."""
+    """Run one step as the engine does.
+
+    real: with real tensors, and so with every attention group. images: those that the tokens of prompts are of.
+    """
+    reads_prompts = any(not work.request.generated for work in scheduled)
     run = StepBatch(caches, scheduled, table, shapes, ForwardBatch if real else _DistinctGroups)
-    hidden = model.hidden(run.ids, run.positions, run)
+    shown = pass_images(model, images, len(run.ids)) if images is not None and reads_prompts else None
+    hidden = model.hidden(run.ids, run.positions, run, shown)
     requests = [work.request for work in run.sampled]
     rows = shapes.rows.logit_rows(model.vocab_size)
     for start in range(0, len(requests), rows):

@@ -51,6 +51,8 @@ FACTORY_OPS = frozenset(
     )
 )
 """The operators that create a tensor without reading one."""
+INDEXED_OPS = frozenset((_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default))
+"""The operators whose second argument may have masks, which select any number of elements."""
 DIRECT_OPS = frozenset(
     (
         _aten.view.default,
@@ -300,6 +302,8 @@ class FakeFloatMode(MemoryTrackingMode):  # type: ignore[no-untyped-call]
         if func in SHAPES:
             with self._fake_mode:
                 return SHAPES[func](*args, **kwargs)
+        if func in INDEXED_OPS:
+            args = (args[0], _without_masks(args[1]), *args[2:])
         if func is _aten._local_scalar_dense.default:
             return _placeholder_value(args[0])
         if func is _aten.equal.default:
@@ -310,6 +314,15 @@ class FakeFloatMode(MemoryTrackingMode):  # type: ignore[no-untyped-call]
         if func is _aten.any.default:
             out.truth_value = False
         return out
+
+
+def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return indices with the places of a mask instead of the mask, whose values are real."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype is torch.bool and not isinstance(index, FakeTensor)
+        found += index.nonzero().unbind(1) if is_mask and index is not None else [index]
+    return found
 
 
 def _factory_dtype(func: Any, args: Any, kwargs: Any) -> torch.dtype:

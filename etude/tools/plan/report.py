@@ -26,6 +26,7 @@ KINDS = (
     "optimizer",
     "copy",
     "kv",
+    "features",
     "waiting rollouts",
     "activations",
     "logits",
@@ -38,6 +39,7 @@ MEANINGS = {
     "masters": "float32 weights",
     "copy": "copy being saved",
     "kv": "KV cache, states",
+    "features": "features of images",
     "other": "other tensors",
 }
 """The row titles of kinds whose names are not clear."""

@@ -1,6 +1,7 @@
 """The dry run of a supervised step: see `dry_run`.
 
-Its examples have the maximum length, with a loss on all tokens but the first.
+Its examples have the maximum length, with a loss on all tokens but the first. Those with images have them in the first
+half, which has no loss.
 
     annotating   the forward pass of a reference or a teacher
     updating     two full micro-batches, and the optimizer step
@@ -18,6 +19,7 @@ from etude.recipes.supervised.config import SupervisedRun
 from etude.recipes.supervised.examples import batch_of
 from etude.recipes.supervised.runs import DistillRun, DPORun
 from etude.tools.plan.dry_run_common import MICRO_BATCHES, DryRun, DryRunResult, Setting, label_by_optimizers
+from etude.tools.plan.worst_images import WorstImages, find_worst_images
 from etude.train import ScoringModel
 
 
@@ -34,11 +36,13 @@ class SupervisedDryRun(DryRun[SupervisedRun]):
         model = self.policy
         max_tokens = run.data.max_row_tokens(model.context_length)
         with label_by_optimizers(tracker, model):
+            self.images = find_worst_images(run, max_tokens // 2)
             frozen = self._frozen_model()
             with tracker.labeled_as("optimizer"):
-                worker = build_supervised_worker(run, self.held, frozen)
+                worker = build_supervised_worker(run, self.held, frozen, self.pixels)
             self.prepare_update(worker)
-            batch = worst_case_examples(run, max_tokens, -(-run.batch_size * run.mesh.ranks_per_rollout // run.ranks))
+            count = -(-run.batch_size * run.mesh.ranks_per_rollout // run.ranks)
+            batch = worst_case_examples(run, max_tokens, count, self.images)
             if frozen is not None:
                 with self.phase("annotating", model):
                     batch = worker.annotate(batch)
@@ -54,10 +58,14 @@ class SupervisedDryRun(DryRun[SupervisedRun]):
         return self.teachers(run.teacher, run.temperature) if isinstance(run, DistillRun) else None
 
 
-def worst_case_examples(run: SupervisedRun, max_tokens: int, count: int) -> Batch:
-    """Return `count` examples of maximum length, but at most a few micro-batches."""
+def worst_case_examples(run: SupervisedRun, max_tokens: int, count: int, images: WorstImages | None = None) -> Batch:
+    """Return `count` examples of maximum length, but at most a few micro-batches. images: those of each."""
     sides = 2 if isinstance(run.data, PreferenceDataConfig) else 1
     max_examples = MICRO_BATCHES * max(1, run.train.max_tokens_per_micro_batch // (sides * max_tokens))
     zeros = np.zeros(max_tokens, np.int32)
-    row = TokenRow(zeros, np.arange(max_tokens) >= 1, zeros.astype(np.int16))
-    return batch_of([((row,),) * sides] * min(count, max_examples))
+    number = min(count, max_examples)
+    shown = [() if images is None else images.spans(index) for index in range(number)]
+    action = np.arange(max_tokens) >= max([1, *(span.stop for spans in shown for span in spans)])
+    rows = [TokenRow(zeros, action, zeros.astype(np.int16), spans) for spans in shown]
+    contents = None if images is None else images.contents(number)
+    return batch_of([((row,),) * sides for row in rows], images=contents)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.plan import CASES, COMMON, ENGINE, SIZES, TRAINED, WITHIN, compared, run_of
+from bench.plan import CASES, COMMON, ENGINE, SIZES, TRAINED, WITHIN, compared, performed, run_of
 from bench.plan_worker import measured
 from etude.cli import main
 from etude.config.compose import compose
@@ -20,6 +20,7 @@ from etude.errors import ConfigError
 from etude.models import EngineModel, create, create_empty, tiny_config
 from etude.models.prepack import can_prepack
 from etude.models.tiny import EXPERTS
+from etude.recipes.run.config import Run
 from etude.records import SamplingParams
 from etude.rollout import TorchEngine, VllmConfig
 from etude.rollout.reported_sets import LOGPROBS_ALONE, Recording
@@ -27,6 +28,7 @@ from etude.rollout.scheduler import KEPT_STATES
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_engine import ModelShape
 from etude.rollout.vllm import VllmBackend
+from etude.tools.plan import worst_images
 from etude.tools.plan.dry_run import dry_run, worst_case_batch
 from etude.tools.plan.dry_run_common import build_policy
 from etude.tools.plan.fake_tensors import use_fake_tensors
@@ -38,6 +40,7 @@ from etude.tools.plan.servers import add_servers, notes
 from etude.train.backend import model_of
 from tests.components import require
 from tests.recipes.runs import Captured, faster_in_bf16, refused
+from tests.vlms import make_vlm
 
 SMALL: dict[str, Any] = {**SIZES, "layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab_size": 2048}
 QUICK = ("fp32", "dpo")
@@ -115,6 +118,22 @@ def test_the_predicted_memory_is_the_measured_one(name: str, tmp_path: Path) -> 
         require("lora")
     plan = compared(run_of(tmp_path / "model", name, SIZES if name in TRAINED else SMALL), name)
     assert abs(plan.ratio - 1) <= WITHIN, f"{plan.foreseen} bytes were predicted and {plan.measured} measured"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "train"), [("qwen3_vl", "true"), ("smolvlm", "false")])
+def test_the_memory_of_images_is_predicted(family: str, train: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few features are kept, so that the tower's activations are not lost among them."""
+    monkeypatch.setattr(worst_images, "MAX_FEATURES", 64)
+    engine = ("rollout.kv_gib=0.0005", "rollout.max_num_batched_tokens=128", "rollout.max_num_seqs=8")
+    step = ("data.max_prompt_length=120", "sampling.max_tokens=8", "collect.tasks=2", "collect.group_size=2")
+    more = ("device=cpu", "train.precision=fp32", "train.max_tokens_per_micro_batch=512", f"vision.train={train}")
+    run = compose(Run, [f"model.path={make_vlm(family)}", *engine, *step, *more])
+    predicted = dry_run(run, CPU).memory
+    levels = 3 if family == "qwen3_vl" else 1
+    assert predicted.peak("sampling").kinds["features"] == 64 * 32 * 4 * levels
+    foreseen = max(predicted.peak(phase).total for phase in predicted.phases)
+    assert abs(foreseen / performed(run) - 1) <= WITHIN
 
 
 def test_every_kind_of_memory_has_a_name(model: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from etude.config.together import problems_of, told_together
 from etude.data import Dataset
 from etude.data.dataset import DEFAULT_COLUMNS
-from etude.errors import ConfigError, DataError
+from etude.errors import ConfigError, EtudeError
 from etude.images import read_image_layout
 from etude.models import VisionConfig
 from etude.models.vision_types import has_tower, reads_text_too
@@ -52,7 +52,7 @@ def check_vision(run: Recipe) -> Iterator[ConfigError]:
         with_images = [*always, *with_images]
         always = []
     yield from map(ConfigError, always)
-    if with_images and _shows_images(run):
+    if with_images and shows_images(run):
         yield from (ConfigError(f"Rows of `data.train` have images. {sentence}") for sentence in with_images)
 
 
@@ -83,12 +83,12 @@ def _server_refusals(run: Recipe, servers: ServerConfig, where: Path) -> Iterato
             yield refusal
 
 
-def _shows_images(run: Recipe) -> bool:
+def shows_images(run: Recipe) -> bool:
     """Return True if the first row of a file of `data.train` has images. Later rows are not read here."""
     columns = run.data.columns if isinstance(run, Run) else DEFAULT_COLUMNS
     has_prompts = isinstance(run, Run) and not run.has_agents
     try:
         data = Dataset.load(run.data.train, columns, requires_prompt=has_prompts)
         return any(data.task(row, 0).images for row in data.first_rows)
-    except (DataError, OSError):
+    except (EtudeError, OSError):
         return False  # they are reported where the rows are loaded
