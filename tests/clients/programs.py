@@ -209,23 +209,25 @@ class MiniSweAgent(Program):
     package = "mini-swe-agent"
     streams = False
     forms = False
+    settings: ClassVar[Mapping[str, str]] = {
+        "MSWEA_CONFIGURED": "true",
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "TYPER_STANDARD_TRACEBACK": "1",
+    }
+    """The environment variables that keep it from asking, from prices and from long reports of errors."""
 
     def calls(self, directory: Path) -> Calls:
         submit = f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; printf '{ANSWER}'"
         return Calls(ToolCall("bash", {"command": "cat notes.txt"}), last=ToolCall("bash", {"command": submit}))
 
     def start(self, ask: Ask) -> Start:
-        words = [str(require_python_clients(PINNED)), "-m", "minisweagent", "--yolo", "--exit-immediately"]
-        variables = {
-            "OPENAI_BASE_URL": ask.world.world.url,
-            "OPENAI_API_KEY": ask.key,
-            "MSWEA_CONFIGURED": "true",
-            "MSWEA_COST_TRACKING": "ignore_errors",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-            "TYPER_STANDARD_TRACEBACK": "1",
-        }
+        words = [str(require_python_clients(PINNED)), "-m", "minisweagent", "--agent-class", "default"]
         trajectory = str(ask.directory / "trajectory.json")
-        return Start([*words, "-m", f"openai/{ask.model}", "-t", ask.question, "-o", trajectory], variables)
+        return Start(
+            [*words, "-m", f"openai/{ask.model}", "-t", ask.question, "-o", trajectory],
+            {"OPENAI_BASE_URL": ask.world.world.url, "OPENAI_API_KEY": ask.key, **self.settings},
+        )
 
     def read(self, printed: str, ask: Ask) -> str:
         trajectory = json.loads((ask.directory / "trajectory.json").read_text())
