@@ -84,6 +84,19 @@ def textarena(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
+def poker(directory: Path) -> Iterator[dict[str, Any]]:
+    """Make moves that a game for two allows, against an opponent."""
+    yield {
+        "env.hub": "textarena:KuhnPoker-v0",
+        "env.python": require_hub("textarena"),
+        "env.kwargs": "{text: true, opponent: random, max_rounds: 3}",
+        "env.max_turns": 10,
+        "model.path": make_player(directory / "model", ["check", "bet", "call", "fold", "J", "Q", "K", "available"]),
+        **ONE_WORD,
+    }
+
+
+@contextmanager
 def openenv(directory: Path) -> Iterator[dict[str, Any]]:
     """Write long messages, of which each character earns a tenth."""
     with echo_server(directory) as address:
@@ -135,6 +148,7 @@ def verifiers(directory: Path) -> Iterator[dict[str, Any]]:
         verifiers,
         pytest.param(gymnasium, marks=pytest.mark.soak),
         pytest.param(textarena, marks=pytest.mark.soak),
+        pytest.param(poker, marks=pytest.mark.soak),
         pytest.param(openenv, marks=pytest.mark.soak),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -208,10 +209,56 @@ def test_a_game_of_textarena_says_what_is_new_and_pays_at_its_end() -> None:
     assert low.content == "The target number is higher." and low.reward is None and not low.done
     assert right.done and right.reward == 1.0 and not right.content
     assert games[0] == games[1] == first
-    with pytest.raises(ConfigError, match="TicTacToe-v0 is no game for one player: The number of players has to be 2"):
-        HubPool(replace(spec, what="TicTacToe-v0", options={}), 1).__enter__()
-    with pytest.raises(ConfigError, match="TextArena cannot make Nothing-v0: Environment Nothing-v0 not found"):
-        HubPool(replace(spec, what="Nothing-v0", options={}), 1).__enter__()
+
+
+TOP_ROW = """
+def move(seen):
+    assert seen.startswith("You are Player 0")
+    return str(seen.count("[Player 1] ["))
+"""
+"""An opponent that takes the cells 0, 1 and 2, one for each move of the model."""
+
+
+@pytest.mark.integration
+def test_a_game_of_textarena_has_an_opponent(tmp_path: Path) -> None:
+    """The model's seat is the rest of the seed by the players. An opponent of one's own sees all that was said."""
+    options = {"opponent": "random", "text": True}
+    spec = HubSpec("textarena", "TicTacToe-v0", require_hub("textarena"), options, 10)
+    with HubPool(spec, 1) as pool:
+        rows = pool.tasks(0, 2)
+        first, begun = (asyncio.run(play(pool, Task(0, row), []))[0].content for row in rows)
+        games = [asyncio.run(play(pool, Task(0, rows[1]), [str(cell) for cell in range(9)])) for _ in range(2)]
+    assert isinstance(first, str) and first.startswith("Play this game.\nYou are Player 0 in Tic Tac Toe.")
+    assert isinstance(begun, str) and "You are Player 1" in begun and re.search(r"\[Player 0\] \[\d\]", begun)
+    assert games[0] == games[1], "a game is its seed and its moves"
+    assert any(shown.done and shown.reward in (-1, 0, 1) for shown in games[0])
+    (tmp_path / "top_row.py").write_text(TOP_ROW)
+    scripted = {"opponent": f"{tmp_path / 'top_row.py'}:move", "seat": 1}
+    with HubPool(replace(spec, options=scripted), 1) as pool:
+        *_, last = asyncio.run(play(pool, Task(0, pool.tasks(0, 1)[0]), ["[8]", "[7]", "[5]"]))
+    assert last.done and last.reward == -1, "the opponent has the cells 0, 1 and 2"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("what", "options", "sentence"),
+    [
+        ("TicTacToe-v0", {}, r"is no game for one player: .* has to be 2.*`env\.kwargs\.opponent=random`"),
+        ("TicTacToe-v0", {"opponent": "random", "players": 3}, "is no game for 3 players: .* received 3"),
+        ("TicTacToe-v0", {"opponent": "self"}, "`opponent=self` names no opponent. Write `random`, or a function"),
+        ("TicTacToe-v0", {"opponent": "random", "seat": 2}, "`seat=2` is none of the seats 0 to 1 of TicTacToe-v0"),
+        (
+            "ConnectFour-v0",
+            {"opponent": "random"},
+            "name no move in brackets that seat 0 may make, .* Write an opponent",
+        ),
+        ("Nothing-v0", {}, "TextArena cannot play Nothing-v0: Environment Nothing-v0 not found"),
+    ],
+)
+def test_what_textarena_refuses(what: str, options: dict[str, Any], sentence: str) -> None:
+    spec = HubSpec("textarena", what, require_hub("textarena"), options, 10)
+    with pytest.raises(ConfigError, match=sentence):
+        HubPool(spec, 1).__enter__()
 
 
 @pytest.mark.integration

@@ -224,7 +224,7 @@ def test_an_answer_that_is_no_observation_is_a_failure(tmp_path: Path) -> None:
     ("what", "sentence"),
     [
         ("nowhere.py:Odd", "There is no file .*nowhere.py"),
-        (ODD.replace(":Odd", ":Even"), "has no class `Even`"),
+        (ODD.replace(":Odd", ":Even"), "has no class or function `Even`"),
         ("no_such_module:Odd", "needs the package no_such_module, which .* does not have"),
     ],
 )

@@ -31,7 +31,7 @@ class Hub:
     version = "trl's environment_factory"
 
     def __init__(self, what: str, options: Mapping[str, Any], max_turns: int) -> None:
-        self._factory = load(what)
+        self._factory = load(what, "env.hub=trl:my_env.py:Factory")
         self._options = dict(options)
         self._max_turns = max_turns
         self.open()
@@ -100,13 +100,13 @@ class Rollout:
         return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
-def load(what: str) -> Any:
-    """Return the class that a name says."""
+def load(what: str, example: str) -> Any:
+    """Return the class or function that a name says. example: the option with a name, which an error shows."""
     place, _, name = what.rpartition(":")
     if place.endswith(".py"):
         file = Path(place).expanduser().resolve()
         if not file.is_file():
-            raise ValueError(f"There is no file {file}, which the factory's name says.")
+            raise ValueError(f"There is no file {file}, which `{what}` names.")
         sys.path.insert(0, str(file.parent))
         spec = importlib.util.spec_from_file_location(file.stem, file)
         assert spec is not None and spec.loader is not None, "it ends in .py"
@@ -116,7 +116,7 @@ def load(what: str) -> Any:
     else:
         module = importlib.import_module(place or what)
     if not callable(getattr(module, name, None)):
-        raise ValueError(f"{place or what} has no class `{name}`. Name a factory: `env.hub=trl:my_env.py:Factory`.")
+        raise ValueError(f"{place or what} has no class or function `{name}`. Name one: `{example}`.")
     return getattr(module, name)
 
 
