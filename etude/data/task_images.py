@@ -23,6 +23,8 @@ PLACE = "<image>"
 """The place of an image in the text of a prompt, as verl has it."""
 FILE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 """A text of an image column with such an end is the path of an image, also if the prompt has no place for it."""
+SHOWN = 60
+"""The most characters of a row's value that an error shows."""
 IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of a message's parts that are images."""
 
@@ -101,10 +103,10 @@ class TaskImages:
         values = [value for value in (column if isinstance(column, list) else [column]) if value is not None]
         known = [value for value in values if _is_struct(value) or (isinstance(value, str) and value)]
         if any(map(_is_surely_image, known)) and len(known) < len(values):
-            other = next(value for value in values if value not in known)
+            other = repr(next(value for value in values if value not in known))
             raise DataError(
-                f"{self._where} has {other!r} among its images, which is no image. Give bytes, a path or a data URL, "
-                "or leave it out."
+                f"{self._where} has {other[:SHOWN]} among its images, which is no image. Give bytes, a path or a data "
+                "URL, or leave it out."
             )
         return known if len(known) == len(values) else []
 
@@ -119,24 +121,29 @@ class TaskImages:
         if isinstance(source, str) and find_address(source) is not None:
             return source
         try:
-            content = self._content(source)
-            ref = measure_image(content, "An image")
+            content, name = self._content(source)
+            ref = measure_image(content, name)
         except ImageError as error:
             raise DataError(f"{self._where}: {error}") from error
         self.contents[ref.digest] = content
         return image_address(ref)
 
-    def _content(self, source: Any) -> bytes:
+    def _content(self, source: Any) -> tuple[bytes, str]:
+        """Return the bytes of an image, and its name in errors."""
         if isinstance(source, Mapping):
             source = source.get("bytes") or source.get("path")
         if not isinstance(source, str) or not source:
             raise DataError(f"{self._where} has an image without bytes and without a path. Give it one of them.")
-        return from_data_url(source, "An image") if source.startswith("data:") else self._file(source)
+        if source.startswith("data:"):
+            return from_data_url(source, "An image"), "An image"
+        name = source if len(source) <= SHOWN else source[:SHOWN] + "…"
+        return self._file(source, name), f"The image `{name}`"
 
-    def _file(self, name: str) -> bytes:
-        if "://" in name:
+    def _file(self, source: str, name: str) -> bytes:
+        """Return the bytes of a file. name: the file in errors."""
+        if "://" in source:
             raise DataError(
-                f"{self._where} names the image `{name[:80]}`, and no data are fetched from addresses. Save the image "
+                f"{self._where} names the image `{name}`, and no data are fetched from addresses. Save the image "
                 "beside the file of the row, and give its path."
             )
         if self._directory is None:
@@ -145,7 +152,7 @@ class TaskImages:
                 "beside. Give its bytes or a Pillow image."
             )
         root = self._directory.resolve()
-        path = (root / name).resolve()
+        path = (root / source).resolve()
         if not path.is_relative_to(root):
             raise DataError(
                 f"{self._where} names the image `{name}`, which is outside of {root}, the directory of its file. Move "
@@ -154,7 +161,12 @@ class TaskImages:
         try:
             return path.read_bytes()
         except OSError as error:
-            raise DataError(f"{self._where} names the image `{name}`, which cannot be read: {error}.") from error
+            remedy = (
+                "Give its path, or write data:image/png;base64, before base64." if name != source else "Put it there."
+            )
+            raise DataError(
+                f"{self._where} names the image `{name}`, which cannot be read: {error.strerror}. {remedy}"
+            ) from error
 
 
 class _PlaceFiller:

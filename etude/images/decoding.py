@@ -34,6 +34,17 @@ _OPENERS: dict[str, Opener] = {
     "image/webp": WebPImagePlugin.WebPImageFile,
     "image/gif": GifImagePlugin.GifImageFile,
 }
+_OTHER_FILES = {
+    b"BM": "a BMP file",
+    b"II*\0": "a TIFF file",
+    b"MM\0*": "a TIFF file",
+    b"%PDF": "a PDF file",
+    b"PK\x03\x04": "a ZIP file",
+    b"\x1f\x8b": "a gzip file",
+    b"<svg": "an SVG file",
+    b"version https://git-lfs": "a pointer of Git LFS, and not the file itself",
+}
+"""The names of other files, by their beginning."""
 _ROTATIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -115,7 +126,7 @@ def _open(content: bytes, max_pixels: int, owner: str) -> ImageFile.ImageFile:
     """Return an image of which the header is read."""
     opener = _OPENERS.get(media_type(content))
     if opener is None:
-        raise ImageError(f"{owner} is not an image that Etude takes. Send a whole {KNOWN_FORMATS}.")
+        raise ImageError(f"{owner} is {_name_kind(content)}. Send a whole {KNOWN_FORMATS}.")
     _check_pixels(_webp_size(content), max_pixels, owner)
     scans = content.count(b"\xff\xda") if opener is JpegImagePlugin.JpegImageFile else 0
     if scans > MAX_SCANS:
@@ -125,6 +136,23 @@ def _open(content: bytes, max_pixels: int, owner: str) -> ImageFile.ImageFile:
         image = opener(io.BytesIO(content))
     _check_pixels(image.size, max_pixels, owner)
     return image
+
+
+def _name_kind(content: bytes) -> str:
+    """Return what a file is that is none of the formats, by its beginning."""
+    begins = content[:512].lstrip()
+    for beginning, kind in _OTHER_FILES.items():
+        if begins.startswith(beginning):
+            return kind
+    if not content:
+        return "an empty file"
+    if content[4:8] == b"ftyp":
+        return f"a file of the kind {content[8:12].decode('ascii', 'replace').strip()}, such as AVIF, HEIC or MP4"
+    try:
+        text = content[:80].decode()
+    except UnicodeDecodeError:
+        return f"a file of an unknown kind, which begins with the bytes {content[:8].hex(' ')}"
+    return f"no image but text: {' '.join(text.split())[:40]!r}"
 
 
 @contextmanager

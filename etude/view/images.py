@@ -63,9 +63,12 @@ def stored_addresses(run: str, messages: Sequence[Mapping[str, Any]]) -> dict[st
     return {digest: stored_address(run, digest) for digest in digests}
 
 
-def decode_image(task: int, images: Sequence[str], place: int) -> tuple[bytes, str]:
+def read_image(journal: Journal, task: int, images: Sequence[str], place: int) -> tuple[bytes, str]:
     """Return one of the images in a task's fields, and its media type."""
-    if place not in range(len(images)) or (found := _IMAGE.fullmatch(images[place])) is None:
+    image = images[place] if place in range(len(images)) else ""
+    if (stored := _STORED.fullmatch(image)) is not None:
+        return read_stored(journal, stored[1])
+    if (found := _IMAGE.fullmatch(image)) is None:
         raise NotFoundError(f"Task {task} has {len(images)} images, and no image {place}.")
     return base64.b64decode(found[2]), found[1]
 

@@ -39,7 +39,7 @@ from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
 from etude.view.access import LOOPBACK_HOSTS, AccessControl
 from etude.view.catalog import RunCatalog
 from etude.view.changes import MOST_STREAMS, ChangeWatcher
-from etude.view.images import decode_image, read_stored
+from etude.view.images import read_image, read_stored
 from etude.view.queries.curves import list_steps, phase_times, read_curves
 from etude.view.queries.evaluation import read_evaluation
 from etude.view.queries.lanes import read_lanes
@@ -281,7 +281,7 @@ def _add_rollout_queries(app: FastAPI, catalog: RunCatalog) -> None:
             if digest:
                 content, media_type = read_stored(reader.journal, digest)
             else:
-                content, media_type = decode_image(task, reader.images(task), image)
+                content, media_type = read_image(reader.journal, task, reader.images(task), image)
         return Response(content, media_type=media_type)
 
     @app.get("/api/tokens")

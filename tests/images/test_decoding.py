@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import zlib
 
@@ -156,10 +157,20 @@ def test_a_large_file_is_refused_before_it_is_read() -> None:
 
 
 def test_other_files_are_refused() -> None:
-    svg = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
-    for content in (b"", b"hello", svg, encode(picture(0, 4, 4), "BMP"), encode(picture(0, 4, 4), "TIFF")):
+    files = {
+        b"": "an empty file",
+        b"hello\nyou": "no image but text: 'hello you'",
+        b"\n<svg xmlns='http://www.w3.org/2000/svg'/>": "an SVG file",
+        encode(picture(0, 4, 4), "BMP"): "a BMP file",
+        encode(picture(0, 4, 4), "TIFF"): "a TIFF file",
+        b"\0\0\0\x1cftypavif\0": "a file of the kind avif, such as AVIF, HEIC or MP4",
+        b"\xff" * 99: "a file of an unknown kind, which begins with the bytes ff ff ff ff ff ff ff ff",
+    }
+    for content, kind in files.items():
         assert media_type(content) == ""
-        with pytest.raises(ImageError, match=r"is not an image that Etude takes\. Send a whole PNG, JPEG, WebP or GIF"):
+        with pytest.raises(
+            ImageError, match=rf"^The image is {re.escape(kind)}\. Send a whole PNG, JPEG, WebP or GIF\.$"
+        ):
             inspect_image(content, LIMITS)
 
 

@@ -87,6 +87,7 @@ def test_images_are_named_at_their_places_and_served_by_their_hash(root: Path) -
     assert all(reply.headers["x-content-type-options"] == "nosniff" for reply in replies)
     assert replies[2].status_code == 404 and b"script" not in replies[2].content
     assert viewer.ask(f"api/image?run=run&digest={'0' * 64}").status_code == 404
+    assert viewer.ask("api/image?run=run&task=9&image=0").content == FIRST
     assert page["fields"]["picture"] == "image 1" and viewer.ask(page["images"][0]).content == FIRST
     group = viewer.get("group", run="run", task=9)
     assert group["prompt"] == page["conversation"][:1] and group["pictures"].keys() == {DIGESTS[0]}

@@ -47,6 +47,8 @@ ERROR_CODES: dict[ErrorKind, str] = {
 TEXT_PART_TYPES = ("text", "input_text", "output_text")
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 IMAGE_PART_TYPES = ("image_url", "input_image")
+OTHER_TYPES = {"image": "an image is a part of the type 'image_url', or 'input_image' in Responses"}
+"""The sentence for a type that other APIs have, where this one has images too."""
 WITH_IMAGES = ("user", "tool")
 """The roles whose messages may have images."""
 
@@ -126,7 +128,8 @@ def parse_content(content: Any, where: str, ignored_fields: IgnoredFields | None
         elif kind in (*TEXT_PART_TYPES, "refusal"):
             parts.append(ContentPart("text", fields.string("refusal" if kind == "refusal" else "text")))
         else:
-            raise fields.error("type", f"is '{kind}'; {reads(kind)}.", "unsupported_content")
+            instead = OTHER_TYPES.get(kind, "") if ignored_fields is not None else ""
+            raise fields.error("type", f"is '{kind}'; {instead or reads(kind)}.", "unsupported_content")
     return join_parts(parts)
 
 

@@ -248,7 +248,7 @@ REFUSED: list[tuple[list[dict[str, Any]], str]] = [
         [shown(data_url(png(1))), shown(data_url(damaged()))],
         r"Image 1 of message 1 cannot be read: image file is truncated\. Send a whole PNG, JPEG, WebP or GIF\.",
     ),
-    ([shown(data_url(b"<svg/>"))], r"Image 1 of message 0 is not an image that Etude takes\. Send a whole PNG"),
+    ([shown(data_url(b"<svg/>"))], r"Image 1 of message 0 is an SVG file\. Send a whole PNG"),
     (
         [shown(data_url(large_png(60000, 60000)))],
         r"Image 1 of message 0 has 60000 × 60000 pixels; this run takes 50,000,000\. Make it smaller\.",
