@@ -274,7 +274,7 @@ class ModelEndpoint:
                 f"length is {context} tokens. Shorten the messages.",
                 {"characters": characters, "context": context},
             )
-        return await self._images.read(request), session
+        return await self._images.read(request, session.image_quota), session
 
     def _parse_body(self, dialect: APIDialect, body: JSONObject, session: AttemptSession) -> tuple[ModelRequest, int]:
         """Return a call, after the conversation that it continues by an answer's id, and its number of characters."""

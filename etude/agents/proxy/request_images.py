@@ -25,9 +25,36 @@ from etude.store.queue.rollout_queue import RolloutQueue
 
 READ_AT_ONCE = 2
 """Images that are read at once: one of 50 million pixels takes 200 MB while it is decoded."""
+MAX_ATTEMPT_IMAGES = 4096
+"""The most different images that one attempt may send."""
+MAX_ATTEMPT_BYTES = 512 * 2**20
+"""The most bytes of these images: the store keeps them for the whole run."""
 MAX_KEPT_BYTES = 256 * 2**20
 """The most bytes of images that are kept in memory; the store has all of them."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class ImageQuota:
+    """The images that one attempt has brought into the store. Those that the store had are not among them."""
+
+    def __init__(self) -> None:
+        self._digests: set[str] = set()
+        self._bytes = 0
+
+    def take(self, digest: str, size: int) -> None:
+        """Count an image of so many bytes, once; raise `APIError` for one too many."""
+        if digest in self._digests:
+            return
+        if len(self._digests) >= MAX_ATTEMPT_IMAGES or self._bytes + size > MAX_ATTEMPT_BYTES:
+            raise APIError(
+                f"This attempt has sent {len(self._digests):,} different images of {self._bytes / 2**20:.0f} MiB in "
+                f"all, and one may send {MAX_ATTEMPT_IMAGES:,} of {MAX_ATTEMPT_BYTES / 2**20:.0f} MiB. Send smaller "
+                "or fewer ones, or the same again.",
+                param="messages",
+                code="too_many_images",
+            )
+        self._digests.add(digest)
+        self._bytes += size
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +94,11 @@ class RequestImages:
         self._kept: OrderedDict[str, tuple[ImageRef, bytes]] = OrderedDict()  # by digest, the oldest first
         self._kept_bytes = 0
 
-    async def read(self, request: ModelRequest) -> ModelRequest:
-        """Return a request whose images are in the store. Raise `APIError` for one that cannot be taken."""
+    async def read(self, request: ModelRequest, quota: ImageQuota) -> ModelRequest:
+        """Return a request whose images are in the store. Raise `APIError` for one that cannot be taken.
+
+        quota: of the attempt.
+        """
         places = _find_images(request.messages)
         if not places:
             return request
@@ -80,7 +110,7 @@ class RequestImages:
                 "raise it.",
                 param="messages",
             )
-        stored = iter([await self._store(place) for place in places])
+        stored = iter([await self._store(place, quota) for place in places])
         messages = tuple(
             _with_images(message, [next(stored) for _ in _images_of(message)]) for message in request.messages
         )
@@ -100,7 +130,7 @@ class RequestImages:
             raise APIError(f"The store does not have the image {lost} any more. Send it again.", "failed")
         return PromptImages(tuple(spans), contents)
 
-    async def _store(self, place: _Place) -> ImageRef:
+    async def _store(self, place: _Place, quota: ImageQuota) -> ImageRef:
         """Store an image, unless it is known, and return its reference."""
         if place.part.image is not None:  # of an earlier request, which this one continues
             return place.part.image
@@ -111,6 +141,8 @@ class RequestImages:
             if kept is not None:
                 self._kept.move_to_end(digest)
                 return kept[0]
+            if not place.part.url.startswith("image:"):
+                quota.take(digest, len(content))
             async with self._reading:
                 (image,) = await self._queue.put_images([content])
         except DataError as error:

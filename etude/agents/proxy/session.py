@@ -23,6 +23,7 @@ import numpy as np
 
 from etude.agents.proxy.answer_limits import AnswerGrammar, build_grammar
 from etude.agents.proxy.request import APIError, ModelRequest, count_characters
+from etude.agents.proxy.request_images import ImageQuota
 from etude.chat import ChatRenderer, RenderedPrompt
 from etude.chat.answer_index import Tools
 from etude.chat.messages import content_text
@@ -96,6 +97,8 @@ class AttemptSession:
         """The policy version of all answers, of an engine that keeps several; None until the first call samples."""
         self.refused: set[str] = set()
         """The reasons of refused calls that were recorded."""
+        self.image_quota = ImageQuota()
+        """The images that the attempt may still bring into the store."""
         self.last_call_at = time.monotonic()
         """The time of the last call."""
         self._chat = chat

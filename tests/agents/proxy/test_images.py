@@ -15,7 +15,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from etude.agents.proxy import EndpointConfig
+from etude.agents.proxy import EndpointConfig, request_images
 from etude.agents.proxy.image_addresses import ImageFetcher, is_public
 from etude.agents.proxy.request import APIError
 from etude.chat import ChatConfig, ChatRenderer, ImageEncoder, Tokenizer
@@ -225,6 +225,19 @@ def test_an_image_of_the_store_is_named_by_its_hash(world: World) -> None:
         assert refused.endswith("which the store does not have. Send its bytes as a data URL.")
 
 
+def test_an_attempt_that_fills_the_store_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_images, "MAX_ATTEMPT_IMAGES", 2)
+    claim, other = world.attempt(), world.attempt()
+    for seed in (31, 32, 31, 32):
+        assert ask(world, claim, shown(data_url(png(seed)))).status_code == 200
+    refused = sentence(ask(world, claim, shown(data_url(png(33)))))
+    assert refused.startswith("This attempt has sent 2 different images of 0 MiB in all, and one may send 2 of 512 MiB")
+    assert ask(world, other, shown(data_url(png(33)))).status_code == 200
+    monkeypatch.setattr(request_images, "MAX_ATTEMPT_IMAGES", 9)
+    monkeypatch.setattr(request_images, "MAX_ATTEMPT_BYTES", 2**10)
+    assert "and one may send 9 of 0 MiB" in sentence(ask(world, claim, shown(data_url(png(34, 40, 40)))))
+
+
 def test_tokens_of_images_are_counted(world: World) -> None:
     claim = world.attempt()
     counted = post(world, "/messages/count_tokens", CALLS["/messages"], claim).json()["input_tokens"]
@@ -273,6 +286,10 @@ REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     (
         [{"role": "system", "content": shown(data_url(png(1)))["content"]}],
         "is 'image_url'; images are read in messages of the user and in results of tools only",
+    ),
+    (
+        [{"role": "user", "content": [{"type": "image", "source": {}}]}],
+        "is 'image'; an image is a part of the type 'image_url', or 'input_image' in Responses",
     ),
     (
         [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "a"}}]}],
