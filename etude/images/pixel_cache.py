@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from etude.images.decoding import open_image
 from etude.images.pixels import PixelReader, Pixels, ResizedImage
+from etude.images.shared_cache import SharedCache
 
 T = TypeVar("T")
 Content: TypeAlias = bytes | Callable[[], bytes]
@@ -27,18 +26,18 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 """The most images that are read at a time: more would only take memory."""
 MAX_BYTES = 2**29
 """The most bytes of images that are kept: 512 MiB."""
+MAX_PNG_BYTES = 2**28
+"""The most bytes of images as PNG that are kept: 256 MiB."""
 
 
 class PixelCache:
-    """Resized images by digest, the longest unused first. Any thread may call it."""
+    """Resized images by digest. Any thread may call it."""
 
     def __init__(self, reader: PixelReader, max_bytes: int = MAX_BYTES) -> None:
         self.reader = reader
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._lock = threading.Lock()
+        self._resized: SharedCache[ResizedImage] = SharedCache(lambda image: image.parts.nbytes, max_bytes)
+        self._pngs: SharedCache[bytes] = SharedCache(len, MAX_PNG_BYTES)
         self._threads = ThreadPoolExecutor(CORES, thread_name_prefix="etude-images")
-        self._images: OrderedDict[str, Future[ResizedImage]] = OrderedDict()
 
     @classmethod
     def load(cls, directory: Path, max_pixels: int | None = None) -> PixelCache:
@@ -59,33 +58,17 @@ class PixelCache:
 
     def resize(self, digest: str, content: Content, owner: str = "The image") -> ResizedImage:
         """Return an image as the tower takes it. Raises `ImageError`, with the owner's name, if it cannot be read."""
-        with self._lock:
-            known = self._images.get(digest)
-            future = self._images.setdefault(digest, Future())
-            self._images.move_to_end(digest)
-        if known is None:
-            self._read(digest, content, owner, future)
-        return future.result()
+        return self._resized.get(
+            digest,
+            lambda: self.reader.resize(open_image(content if isinstance(content, bytes) else content(), owner)),
+        )
 
-    def as_png(self, content: bytes) -> bytes:
+    def as_png(self, digest: str, content: bytes) -> bytes:
         """Return the picture that `read` takes the pixels of, upright and in RGB, as a file."""
-        file = io.BytesIO()
-        open_image(content).save(file, "PNG", compress_level=1)
-        return file.getvalue()
 
-    def _read(self, digest: str, content: Content, owner: str, future: Future[ResizedImage]) -> None:
-        try:
-            image = self.reader.resize(open_image(content if isinstance(content, bytes) else content(), owner))
-        except BaseException as error:
-            with self._lock:
-                del self._images[digest]
-            future.set_exception(error)
-            return
-        future.set_result(image)
-        with self._lock:
-            self._bytes += image.parts.nbytes
-            while self._bytes > self._max_bytes:
-                others = (other for other, each in self._images.items() if each.done() and other != digest)
-                if (oldest := next(others, None)) is None:
-                    break
-                self._bytes -= self._images.pop(oldest).result().parts.nbytes
+        def encode() -> bytes:
+            file = io.BytesIO()
+            open_image(content).save(file, "PNG", compress_level=1)
+            return file.getvalue()
+
+        return self._pngs.get(digest, encode)

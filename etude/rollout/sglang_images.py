@@ -61,11 +61,11 @@ def describe_images(prompt: Sequence[int], images: ServedImages) -> dict[str, An
     resized = images.resize_all()
     if any(span.stop - span.start != resized[span.digest].features for span in images.spans):
         raise DataError("SGLang takes an image's features in one run, and the prompt has them in several.")
-    support, contents = images.support, images.prompt.contents
-    pictures = {digest: base64.b64encode(support.pixels.as_png(contents[digest])).decode() for digest in resized}
+    contents = images.prompt.contents
+    pngs = {digest: images.support.pixels.as_png(digest, contents[digest]) for digest in resized}
     return {
         "input_ids": collapse(prompt, images.spans),
-        "image_data": [pictures[span.digest] for span in images.spans],
+        "image_data": [base64.b64encode(pngs[span.digest]).decode() for span in images.spans],
     }
 
 

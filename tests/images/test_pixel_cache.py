@@ -10,6 +10,7 @@ from PIL import Image
 
 from etude.errors import ImageError
 from etude.images import image_digest
+from etude.images.decoding import open_image
 from etude.images.pixel_cache import PixelCache
 from etude.images.pixels import PixelReader, ResizedImage
 from tests.rollout.shown import png
@@ -53,3 +54,11 @@ def test_an_image_that_cannot_be_read_fails_each_time() -> None:
     for _ in range(2):
         with pytest.raises(ImageError, match="Image 3 cannot be read"):
             cache.read("00", png(0, 40, 40)[:500], "Image 3")
+
+
+def test_a_picture_is_encoded_once() -> None:
+    cache = PixelCache(PixelReader.load(make_vlm("qwen3_vl")))
+    content = png(0, 40, 40)
+    first = cache.as_png("00", content)
+    assert cache.as_png("00", content) is first
+    assert open_image(first).tobytes() == open_image(content).tobytes()

@@ -104,7 +104,7 @@ def test_preempted_requests_and_dropped_features_change_nothing(family: str) -> 
     longest = max(len(ids) for ids, _ in prompts)
     blocks = -(-(longest + 24) // 8) + 4
     reader = ImageReader(Watched(shown.reader.layout, shown.reader.processor))
-    reader.pixels._max_bytes = 1
+    reader.pixels._resized.max_bytes = 1
     Watched.threads.clear()
     options = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 24}
     with engine_of(shown.model, images=reader, blocks=blocks, **options) as engine:

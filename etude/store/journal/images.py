@@ -6,6 +6,7 @@ without images stores nothing more. No image is ever removed.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ from etude.store.journal.events import Event, TurnRecorded
 IN_TURN = '"images":[['
 """The beginning of the images in the stored fields of a turn. No text within them can look so: its quotes are escaped.
 """
+
+
+MAX_KNOWN = 2**16
+"""The most digests that are remembered as stored. Others are looked up again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,8 @@ class ImageCheck:
     def __init__(self, find: Callable[[Sequence[str]], Collection[str]]) -> None:
         """find: return those of some digests that are stored."""
         self._find = find
-        self._stored: set[str] = set()
-        """Digests that were found."""
+        self._stored: OrderedDict[str, None] = OrderedDict()
+        """Digests that were found, the longest unused first."""
 
     def __call__(self, events: Sequence[Event]) -> None:
         """Raise `NotFoundError` for the first image of a turn that is not stored."""
@@ -61,10 +66,15 @@ class ImageCheck:
         }
         unknown = [digest for digest in shown if digest not in self._stored]
         if unknown:
-            self._stored.update(self._find(unknown))
+            found = self._find(unknown)
             for digest in unknown:
-                if digest not in self._stored:
+                if digest not in found:
                     raise NotFoundError(
                         f"A turn of rollout {shown[digest]} shows the image {digest}, which the store does not have. "
                         "Store its bytes first, with `put_images`."
                     )
+        for digest in shown:
+            self._stored[digest] = None
+            self._stored.move_to_end(digest)
+        while len(self._stored) > MAX_KNOWN:
+            self._stored.popitem(last=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from etude.errors import NotFoundError, StoreError
 from etude.images import ImageRef, ImageSpan, image_digest
 from etude.records import Turn
 from etude.store import AttemptStarted, Journal, TurnRecorded, open_store
+from etude.store.journal import images
 from etude.store.journal.images import StoredImage
 from tests.store.made import group, turn
 from tests.store.servers import new_database
@@ -56,6 +57,21 @@ def test_a_turn_shows_stored_images_only(store: Journal) -> None:
     assert store.turns(0) == []
     store.append([TurnRecorded(0, 0, showing(RED))])
     assert len(store.turns(0)) == 1
+
+
+def test_digests_that_were_found_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MAX_KNOWN", 2)
+    asked: list[str] = []
+
+    def find(digests: Sequence[str]) -> Sequence[str]:
+        asked.extend(digests)
+        return digests
+
+    check = images.ImageCheck(find)
+    stored = [image(bytes([number])) for number in range(3)]
+    for each in (0, 1, 0, 2, 0, 1):
+        check([TurnRecorded(0, 0, showing(stored[each]))])
+    assert asked == [stored[each].ref.digest for each in (0, 1, 2, 1)]
 
 
 def test_other_bytes_than_those_of_the_hash_are_refused(tmp_path: Path) -> None:
