@@ -2,7 +2,8 @@
 endpoint recorded.
 
 The model is a table (`tests.agents.proxy.tables`). Its template shows it, by a token, what is asked: it calls a tool
-where there are tools and no result yet, counts where it is asked to, and else answers.
+where there are tools and no result yet, by code where an agent wants code, counts where it is asked to, and else
+answers.
 """
 
 from __future__ import annotations
@@ -54,24 +55,36 @@ ANSWER, NUMBER, SECRET = "It is  done.", "1, ", "heliotrope"
 UNKNOWN, COLOURS = "nobody", ("red", "blue")
 """A model that the endpoint does not have, and the answers of the form that is asked for."""
 AGAIN, COUNTS = "<|again|>", "<|counts|>"
+PIECES = {
+    "<|looks|>": '<code>\nprint( look("notes") )\n</code>',
+    "<|finishes|>": f'<code>\nfinal_answer( "{ANSWER}")\n</code>',
+}
+"""The code of an agent that calls its tools by code: before a tool has answered, and after it."""
+CALLS = ("<tool_call>", "<code>")
+"""The beginnings of calls."""
 CONTEXT = 16384
 PATIENCE_S = 240
 
 
 def table() -> Table:
-    """Return a table of a call with unusual spacing, an answer, and numbers without an end."""
+    """Return a table of a call with unusual spacing, an answer, numbers without an end, and two pieces of code."""
     call = '\n{"name": "look", "arguments": {"key":"notes"}}\n'
     follows = {one: {other: 1.0} for one, other in pairwise([START, "<tool_call>", call, "</tool_call>", END])}
-    return follows | {AGAIN: {ANSWER: 1.0}, ANSWER: {END: 1.0}, COUNTS: {NUMBER: 1.0}, NUMBER: {NUMBER: 1.0}}
+    ends = {text: {END: 1.0} for text in (ANSWER, *PIECES.values())}
+    shown = {mark: {code: 1.0} for mark, code in PIECES.items()}
+    return follows | ends | shown | {AGAIN: {ANSWER: 1.0}, COUNTS: {NUMBER: 1.0}, NUMBER: {NUMBER: 1.0}}
 
 
 @contextmanager
 def suite_world() -> Iterator[World]:
     """Serve the endpoint that all clients use."""
     opens = "{{- '<|im_start|>assistant\\n' }}"
+    looks, finishes = PIECES
     said = (
         "{%- if messages | selectattr('role', 'equalto', 'tool') | list %}{{- '" + AGAIN + "' }}"
         "{%- elif 'for ever' in (messages | last).content %}{{- '" + COUNTS + "' }}"
+        "{%- elif 'Observation:' in (messages | last).content %}{{- '" + finishes + "' }}"
+        "{%- elif '<code>' in (messages | first).content %}{{- '" + looks + "' }}"
         "{%- elif not tools %}{{- '" + AGAIN + "' }}{%- endif %}"
     )
     before, after = published()["qwen2_5"].rsplit(opens, 1)
@@ -174,7 +187,8 @@ def judge_exact(world: World, turns: Sequence[Turn]) -> str:
     for first, second in zip(turns[::2], turns[1::2], strict=True):
         whole = np.concatenate([first.prompt, first.completion.ids])
         result = decode(second.prompt[len(whole) :])
-        if "<tool_call>" not in decode(first.completion.ids, keep_special_tokens=True):
+        called = decode(first.completion.ids, keep_special_tokens=True)
+        if not any(begins in called for begins in CALLS):
             return f"no call: {first.completion.text[:80]}"
         if not np.array_equal(second.prompt[: len(whole)], whole):
             return "no: the prompt was written anew"

@@ -1,9 +1,9 @@
-"""The model of smolagents for OpenAI-compatible servers. Its agents write code, which other tests run."""
+"""The model of smolagents for OpenAI-compatible servers, and its agent that calls tools by code."""
 
 from __future__ import annotations
 
-from features import ASK, COUNT, HELLO, MODEL, UNKNOWN, URL, Colour, play
-from smolagents import ChatMessage, OpenAIServerModel
+from features import ASK, COUNT, HELLO, LOOK, MODEL, UNKNOWN, URL, Colour, look, play
+from smolagents import ChatMessage, CodeAgent, OpenAIServerModel, tool
 
 FORM = {
     "type": "json_schema",
@@ -27,6 +27,10 @@ def stream(key: str) -> str:
     return "".join(delta.content or "" for delta in model(key).generate_stream(user(HELLO)))
 
 
+def tools(key: str) -> str:
+    return CodeAgent(tools=[tool(look)], model=model(key), max_steps=3, verbosity_level=0).run(LOOK)
+
+
 def structured(key: str) -> str:
     return Colour.model_validate_json(model(key).generate(user(ASK), response_format=FORM).content).colour
 
@@ -38,4 +42,4 @@ def drop(key: str) -> str:
     return "dropped"
 
 
-play(call=call, stream=stream, structured=structured, error=lambda key: call(key, UNKNOWN), drop=drop)
+play(call=call, stream=stream, tools=tools, structured=structured, error=lambda key: call(key, UNKNOWN), drop=drop)
