@@ -23,7 +23,7 @@ from etude.agents.agent import get_agent_spec, load_agent
 from etude.cli import main
 from etude.config.plugin import load_object
 from etude.errors import ConfigError, EtudeError
-from etude.recipes.run.directory import read_metrics
+from etude.recipes.run.directory import read_metrics, read_run
 from etude.store.queue.rollout_queue import RolloutQuery
 from tests.joined import ROOT, descendants
 from tests.learn import games
@@ -228,6 +228,22 @@ def test_a_baseline_reports_and_learns_nothing(options: dict[str, Any], tmp_path
     assert 0 <= metrics["eval/mean@1"] <= 1 and metrics["eval/failed"] == 0
     assert "eval/mean@1" in shown and "eval/engine" not in shown and "evaluations" in shown
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def test_each_data_source_has_its_own_agent(options: dict[str, Any], tmp_path: Path) -> None:
+    """One source looks things up, one is answered by another agent, and one is answered once and judged."""
+    sources = ("shop", "game", "maths")
+    tasks = [
+        row | {"data_source": source, "prompt": row["key"]} for row, source in zip(rows(3, 0), sources, strict=True)
+    ]
+    judged = {"reward": "by_source", "reward.sources.maths": "exact_match"}
+    judged |= {f"reward.sources.{source}": "environment" for source in ("shop", "game")}
+    agents = {"shop": looker, "game": varied}
+    metrics = etude.Trainer(etude.Baseline("grpo", options | judged, tmp_path / "run")).fit(agents, val=tasks)
+    assert metrics["eval/failed"] == 0 and all(f"eval/{source}/mean@1" in metrics for source in sources)
+    assert read_run(tmp_path / "run").agent.sources["shop"] == "tests.learn.looking:looker"
+    with pytest.raises(ConfigError, match=r"`agent\.sources\.shop` is in `options`, and is given as"):
+        trainer(options | {"agent.sources.shop": "a.py:b"}).fit(looker, tasks)
 
 
 def alone(tmp_path: Path, code: str) -> str:

@@ -133,7 +133,7 @@ class _Conversation:
         try:
             if self._is_text:
                 completion = await client.completions.create(
-                    model=self._llm.model, prompt=self._text, extra_headers=headers
+                    model=self._llm.model, prompt=self._text, max_tokens=None, extra_headers=headers
                 )
                 self.was_cut_off = completion.choices[0].finish_reason == "length"
                 self._text += completion.choices[0].text

@@ -30,6 +30,8 @@ from etude.agents.proxy.request_fields import (
 from etude.chat import ContentDelta, MessageDelta
 from etude.chat.tokenizer import Ids
 
+DEFAULT_MAX_TOKENS = 16
+"""The most tokens of an answer whose request does not set it, as at OpenAI."""
 COMPLETIONS: FieldRules = field_rules(
     obeyed="model prompt echo max_tokens stop stop_token_ids n best_of stream logprobs stream_options.include_usage "
     + FORM_FIELDS,
@@ -77,7 +79,10 @@ class CompletionsDialect(APIDialect):
         sampling = parse_sampling(fields)
         with_prompt = fields.boolean("echo")
         max_tokens = fields.integer("max_tokens", 0 if with_prompt else 1, 2**31 - 1)
-        sampling["max_tokens"] = max_tokens or 16
+        if (
+            max_tokens is not None or "max_tokens" not in fields.sent
+        ):  # null is as long as the run allows, as it is at vLLM
+            sampling["max_tokens"] = max_tokens or DEFAULT_MAX_TOKENS
         num_top_logprobs = fields.integer("logprobs", 0, 20)
         if num_top_logprobs:
             sampling["top_logprobs"] = num_top_logprobs

@@ -40,9 +40,10 @@ class Repeat(TextEnv):
 @pytest.mark.slow
 def test_runners_play_an_environment_as_the_run_itself_does(world: Path, tmp_path: Path) -> None:
     """The journal has, of each rollout, what the environment says of its answers."""
-    options = TALKS | {"agent.path": f"{__file__}:Repeat", "sampling.max_tokens": 4, "steps": 2}
+    options = TALKS | {"agent.path": f"{__file__}:Repeat", "sampling.max_tokens": 20, "steps": 2}
     run = train(world, tmp_path / "run", **options)
     states: dict[int, set[str]] = {}
+    longest = 0
     with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
         admitted = [id for ids in store.admitted().values() for id in ids]
         for id in admitted:
@@ -52,10 +53,12 @@ def test_runners_play_an_environment_as_the_run_itself_does(world: Path, tmp_pat
             for turn in turns:
                 states.setdefault(turn.anchor or 0, set()).add(shown.anchor or "")
                 shown = game.step(Message("assistant", turn.completion.text))
+                longest = max(longest, len(turn.completion.ids))
                 assert turn.reward == shown.reward
             assert shown.done and last is not None and last.role == 1
             assert last.truncated == (turns[-1].completion.finish_reason == "length")
             assert last.total == sum(turn.reward or 0.0 for turn in turns)
+    assert longest == 20, "an answer has as many tokens as the run allows"
     assert len(states) > 1 and all(len(names) == 1 for names in states.values()), "a state has one number"
     assert [step["agents/branches"] for step in step_metrics(run)] == [1, 1], "a rollout is one row of exact tokens"
 

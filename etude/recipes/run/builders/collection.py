@@ -217,8 +217,11 @@ class RolloutBuilder:
             max_images=run.vision.max_images,
         )
         dataset, _ = loader.load("data.val", run.data.val)
+        sources = DataSources("data.val", dataset.sources())
         if isinstance(run.reward, BySourceReward):
-            DataSources("data.val", dataset.sources()).check_rewards(run.reward.sources)
+            sources.check_rewards(run.reward.sources)
+        if not run.reward.scores_answers:
+            sources.check_players(run.rewards_source)
         return Evaluator(
             run.evaluate,
             sampling=run.evaluate.sampling.fill_from(run.sampling).params(),

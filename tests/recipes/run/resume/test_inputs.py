@@ -95,6 +95,27 @@ def test_an_agent_may_change_and_that_is_reported(
     assert f"The file of the {name} changed since the run was started" in caplog.text
 
 
+def test_the_code_of_each_data_source_is_recorded_at_its_absolute_path(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    for name in ("game", "tools", "hub", "own", "plays"):
+        (place / f"{name}.py").write_text(f"# {name}\n")
+    sources = {"game.path": "game.py:Game", "search.tools": "[tools.py:search]", "cards.hub": "trl:hub.py:Cards"}
+    changes = {f"env.sources.{name}": value for name, value in sources.items()}
+    played = with_absolute_paths(
+        run_of(place, **changes, **{"env.sources.cards.python": "python", "env.path": "own.py:A"})
+    )
+    assert played.env.sources["cards"].hub == f"trl:{place}/hub.py:Cards"
+    assert played.env.sources["cards"].python == place / "python"
+    assert played.env.sources["search"].tools == (f"{place}/tools.py:search",)
+    recorded = RunInputs(place, played).hash_code()
+    assert len(recorded["environment"].split("; ")) == 3 and len(recorded["tools"].split("; ")) == 1
+    agents = with_absolute_paths(run_of(place, **{"agent.sources": "{shop: plays.py:solve, game: game.py:Game}"}))
+    assert agents.agent.sources["shop"] == f"{place}/plays.py:solve"
+    assert len(RunInputs(place, agents).hash_code()["agent"].split("; ")) == 2
+
+
 def test_a_new_run_has_nothing_to_compare_with(place: Path) -> None:
     RunInputs(place, run_of(place)).check()
 
