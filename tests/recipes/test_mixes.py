@@ -73,7 +73,7 @@ def test_each_agent_of_a_mix_learns_and_the_rest_is_answered_once(
     world: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
     """A run that stopped and resumed plays the same rollouts, in processes of their own too."""
-    left_out = dict.fromkeys(name for name in mix(files) if name.startswith(("env.", "sampling.", "reward.sources.w")))
+    left_out = dict.fromkeys(name for name in mix(files) if name.startswith(("env.", "reward.sources.w")))
     options = mix(files) | left_out | {"reward.sources.words": "environment", "agent.runners": 2}
     options |= {"agent.sources.game": ECHO, "agent.sources.words": REPEATER}
     run = train(world, tmp_path / "run", **options, steps=14)
@@ -83,6 +83,8 @@ def test_each_agent_of_a_mix_learns_and_the_rest_is_answered_once(
         assert fmean(earned[-4:]) > fmean(earned[:4]) + 0.15, f"{source}: {earned}"
         assert all(step[f"source/{source}/rollouts"] == 4 * share for step in steps)
     assert all(step["failed_attempts"] == 0 for step in steps)
+    assert max(step["source/words/answer_length"] for step in steps) <= 2 * 3, "both its answers have the limit"
+    assert max(step["source/game/answer_length"] for step in steps) > 3 * 3
     halves = train(world, tmp_path / "halves", **options, steps=5)
     train(world, halves, **options | {"agent.strategy": "cs"}, steps=14)
     assert same(weights(halves), weights(run))

@@ -42,7 +42,7 @@ from etude.errors import ConfigError, EtudeError, InvalidKeyError
 from etude.observe import get_logger
 from etude.records import SamplingParams
 from etude.store.http.background_thread import BackgroundThread
-from etude.store.journal.states import LIVE, Status
+from etude.store.journal.states import LIVE, RolloutState, Status
 from etude.store.queue.keys import Keyring, keys_from_headers
 from etude.store.queue.rollout_queue import AttemptId, RolloutQuery, RolloutQueue
 from etude.token_routes import find_routes_start
@@ -92,13 +92,17 @@ class ModelEndpoint:
         newest_version: Callable[[], int] | None = None,
         holds_grammars: bool = False,
         scorer: PromptScorer | None = None,
+        max_tokens_of: Callable[[RolloutState], int | None] | None = None,
     ) -> None:
         """context: the model's maximum sequence length, if the upstream does not check it. train, val: the sampling
         parameters of training and of validation, by default those of training. notified: True if a store reports ended
         attempts by `forget_attempts`; otherwise the endpoint queries the rollout queue often. newest_version: returns
         the newest policy version of an upstream that keeps several; an attempt keeps that of its first call.
         holds_grammars: the upstream follows `SamplingParams.grammar`. scorer: computes the log-probs of prompts, where
-        answers are not recorded; a call of /v1/completions may then have several prompts, and `echo`."""
+        answers are not recorded; a call of /v1/completions may then have several prompts, and `echo`. max_tokens_of:
+        returns the limit that a rollout's answers have instead of the one in `train` or `val`, if there is one; called
+        on a thread."""
+        self._max_tokens_of = max_tokens_of
         self._holds_grammars = holds_grammars
         self.config = config or EndpointConfig()
         self.queue = queue
@@ -222,7 +226,7 @@ class ModelEndpoint:
         """Parse a call, and build the ids of its prompt. background: parses long bodies. size: the number of bytes of
         the body. state: a name for the agent's state; by default the prompt names it."""
         request, session = await self._parse_request(background, dialect, attempt_id, body, size)
-        sampling, ignored = self._sampling_rules.resolve(request, session.use)
+        sampling, ignored = self._sampling_rules.resolve(request, session.use, session.max_tokens)
         prompt = await session.build_prompt(request, self.config.count_rerendered)
         grammar = await session.build_grammar(request, prompt, held=self._holds_grammars, strict=self.config.strict)
         if grammar.text is not None:
@@ -335,7 +339,9 @@ class ModelEndpoint:
             if attempts[attempt_id.attempt].status not in LIVE:
                 raise attempt_over_error(attempt_id)
             draw = sum(attempt.status is not Status.INFRA_ERROR for attempt in attempts[: attempt_id.attempt])
-            session = AttemptSession(attempt_id, page.rollouts[0].use, self.chat, draw, self._threads)
+            (rollout,) = page.rollouts
+            limit = None if self._max_tokens_of is None else await asyncio.to_thread(self._max_tokens_of, rollout)
+            session = AttemptSession(attempt_id, rollout.use, self.chat, draw, self._threads, limit)
             session = self._sessions.setdefault(attempt_id, session)
         session.last_call_at = time.monotonic()
         return session

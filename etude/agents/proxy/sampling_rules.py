@@ -61,10 +61,14 @@ class SamplingRules:
                 "out: `seeds` derives a seed for each answer."
             )
 
-    def resolve(self, request: ModelRequest, use: RolloutPurpose) -> tuple[SamplingParams, tuple[str, ...]]:
-        """Return the sampling parameters of an answer, and the names of the agent's parameters that were not
-        followed."""
+    def resolve(
+        self, request: ModelRequest, use: RolloutPurpose, max_tokens: int | None = None
+    ) -> tuple[SamplingParams, tuple[str, ...]]:
+        """Return the sampling parameters of an answer, and the names of the agent's parameters that were not followed.
+        max_tokens: the run's limit for this answer, if it is lower than that of others."""
         run, requested = self.val if use == "val" else self.train, request.sampling
+        if max_tokens is not None:
+            run = replace(run, max_tokens=max_tokens)
         if not requested and not request.penalties:
             return run, request.ignored
         stop = dict.fromkeys((*run.stop, *requested.get("stop", ())))

@@ -86,10 +86,13 @@ class AttemptSession:
         chat: ChatRenderer,
         draw: int = 0,
         threads: Executor | None = None,
+        max_tokens: int | None = None,
     ) -> None:
-        """threads: where long conversations are rendered, by default the event loop's own executor."""
+        """threads: where long conversations are rendered, by default the event loop's own executor. max_tokens: the
+        most tokens of an answer, if the run has a limit for these tasks."""
         self.attempt_id = attempt_id
         self.use = use
+        self.max_tokens = max_tokens
         self.draw = draw
         """The index of the attempt among its rollout's draws; it determines the seeds."""
         self.under_way: set[asyncio.Task[None]] = set()

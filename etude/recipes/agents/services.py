@@ -51,18 +51,19 @@ from etude.recipes.collect.agent_statistics import AgentStatistics
 from etude.recipes.collect.evaluation_player import seed_number
 from etude.recipes.collect.newest_version import newest_version
 from etude.recipes.collect.requested import RequestedRollouts
+from etude.recipes.collect.sampling import SamplingConfig
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.config import Run
 from etude.records import SamplingParams
 from etude.rewards import Judge, RewardFunction
 from etude.rollout import ServerPool
-from etude.store import Journal
+from etude.store import Journal, RolloutState
 from etude.store.http.remote_queue import RemoteRolloutQueue
 from etude.store.http.server import serve
 from etude.store.http.server_thread import reachable_url
 from etude.store.queue.keys import RUNNER_KEY, Keyring
 from etude.store.queue.local_queue import LocalRolloutQueue, open_own_queue
-from etude.store.queue.rollout_queue import RolloutLimits, RolloutQueue
+from etude.store.queue.rollout_queue import RolloutLimits, RolloutPurpose, RolloutQueue
 
 STOPPED_S = 24 * 3600.0
 """Seconds for which a run may be stopped, as by Ctrl-Z, before the runner processes that it started count it as gone.
@@ -101,7 +102,7 @@ def agent_services(
     host, _, port = options.listen.rpartition(":")
     with ExitStack() as stack, freeze_gc():
         keyring, queue, requested, renewers = _open_queues(options.store, journal, directory, stack, loop)
-        val = run.evaluate.sampling.fill_from(run.sampling).params()
+        scoring = run.evaluate.sampling.fill_from(run.sampling)
         config = EndpointConfig(
             max_running=options.max_calls,
             max_waiting=8 * options.max_calls,
@@ -120,10 +121,11 @@ def agent_services(
             engine,
             max_total_tokens,
             train=run.training_params(),
-            val=val,
+            val=scoring.params(),
             seed=run.seed,
             config=config,
             notified=notified,
+            max_tokens_of=_length_limits(journal, {"train": run.sampling, "val": scoring}),
         )
         if isinstance(queue, LocalRolloutQueue):
             queue.on_attempts_ended(endpoint.forget_attempts)
@@ -158,6 +160,15 @@ def agent_services(
         yield AgentServices(rollouts, partial(RemoteRolloutQueue, url, keyring.admin))
 
 
+def _length_limits(
+    journal: Journal, sampling: Mapping[RolloutPurpose, SamplingConfig]
+) -> Callable[[RolloutState], int | None] | None:
+    """Return what finds the length limit of a rollout's data source; None without such limits."""
+    if not any(each.max_tokens_of for each in sampling.values()):
+        return None
+    return lambda rollout: sampling[rollout.use].max_tokens_of.get(journal.task(rollout.task).source)
+
+
 def _check_both(first: Callable[[], None], second: Callable[[], None]) -> None:
     first()
     second()
@@ -182,9 +193,10 @@ def build_endpoint(
     config: EndpointConfig,
     notified: bool = True,
     scorer: PromptScorer | None = None,
+    max_tokens_of: Callable[[RolloutState], int | None] | None = None,
 ) -> ModelEndpoint:
     """Build the model endpoint of a run's model. train, val: the sampling parameters for training and validation.
-    scorer: see `ModelEndpoint`."""
+    scorer, max_tokens_of: see `ModelEndpoint`."""
     return ModelEndpoint(
         queue,
         keyring,
@@ -199,6 +211,7 @@ def build_endpoint(
         newest_version=newest_version(engine),
         holds_grammars=not isinstance(engine, ServerPool) or bool(engine.servers[0].backend.grammar_end_ids),
         scorer=scorer,
+        max_tokens_of=max_tokens_of,
     )
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from etude.config import Config
-from etude.config.only_with import OnlyWith
 from etude.errors import ConfigError
 from etude.records import SamplingParams
 
@@ -43,14 +41,7 @@ class SamplingConfig(SamplingBase):
     """
 
     max_tokens: int = Field(1024, ge=1, description="most tokens of an answer; longer ones are cut off")
-    max_tokens_of: Annotated[
-        Mapping[str, int],
-        OnlyWith(
-            "has_agents",
-            lambda has_agents: not has_agents,
-            "does nothing where an agent plays: the agent sets the length of each answer. Leave it out.",
-        ),
-    ] = Field(
+    max_tokens_of: Mapping[str, int] = Field(
         {},
         description="most tokens of an answer in one data source, by its name, up to `max_tokens`; smaller is faster",
     )
