@@ -13,27 +13,32 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import ExifTags, GifImagePlugin, Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from etude.errors import ImageError
 from etude.images.addresses import media_type
 from etude.images.spans import MAX_PIXELS, ImageRef, image_digest
+from etude.lazy import LazyModule
 
-Opener: TypeAlias = Callable[[io.BytesIO], ImageFile.ImageFile]
+if TYPE_CHECKING:
+    from PIL import ExifTags, Image, ImageFile
+else:  # a run without images never loads Pillow
+    ExifTags = LazyModule("PIL.ExifTags")
+    Image = LazyModule("PIL.Image")
 
 MAX_SCANS = 100
 """The most scans of a JPEG: each of them takes time for all pixels, and as few as 75 bytes. Encoders write some ten."""
 KNOWN_FORMATS = "PNG, JPEG, WebP or GIF"
 
-_OPENERS: dict[str, Opener] = {
-    "image/png": PngImagePlugin.PngImageFile,
-    "image/jpeg": JpegImagePlugin.JpegImageFile,
-    "image/webp": WebPImagePlugin.WebPImageFile,
-    "image/gif": GifImagePlugin.GifImageFile,
+_OPENERS: dict[str, tuple[Any, str]] = {
+    "image/png": (LazyModule("PIL.PngImagePlugin"), "PngImageFile"),
+    "image/jpeg": (LazyModule("PIL.JpegImagePlugin"), "JpegImageFile"),
+    "image/webp": (LazyModule("PIL.WebPImagePlugin"), "WebPImageFile"),
+    "image/gif": (LazyModule("PIL.GifImagePlugin"), "GifImageFile"),
 }
+"""The module and the class that reads each format."""
 _OTHER_FILES = {
     b"BM": "a BMP file",
     b"II*\0": "a TIFF file",
@@ -46,13 +51,13 @@ _OTHER_FILES = {
 }
 """The names of other files, by their beginning."""
 _ROTATIONS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
 }
 """The turn that makes an image upright, by the orientation that its file gives."""
 _SWAPS_SIDES = 5  # from this orientation on
@@ -96,7 +101,7 @@ def open_image(content: bytes, owner: str = "The image") -> Image.Image:
     image = _load(content, MAX_PIXELS, owner)
     rotation = _ROTATIONS.get(_orientation(image))
     colours = _to_rgb(image)
-    return colours if rotation is None else colours.transpose(rotation)
+    return colours if rotation is None else colours.transpose(Image.Transpose[rotation])
 
 
 def plain_png(width: int, height: int) -> bytes:
@@ -124,15 +129,17 @@ def _load(content: bytes, max_pixels: int, owner: str) -> ImageFile.ImageFile:
 
 def _open(content: bytes, max_pixels: int, owner: str) -> ImageFile.ImageFile:
     """Return an image of which the header is read."""
-    opener = _OPENERS.get(media_type(content))
-    if opener is None:
+    kind = media_type(content)
+    if kind not in _OPENERS:
         raise ImageError(f"{owner} is {_name_kind(content)}. Send a whole {KNOWN_FORMATS}.")
     _check_pixels(_webp_size(content), max_pixels, owner)
-    scans = content.count(b"\xff\xda") if opener is JpegImagePlugin.JpegImageFile else 0
+    scans = content.count(b"\xff\xda") if kind == "image/jpeg" else 0
     if scans > MAX_SCANS:
         raise ImageError(f"{owner} has {scans} scans; this run takes {MAX_SCANS}. Save it with fewer.")
     with _explained(owner):
         # The formats' own classes: `Image.open` has another limit, for the whole process.
+        module, name = _OPENERS[kind]
+        opener: Callable[[io.BytesIO], ImageFile.ImageFile] = getattr(module, name)
         image = opener(io.BytesIO(content))
     _check_pixels(image.size, max_pixels, owner)
     return image
