@@ -20,6 +20,7 @@ from etude.recipes.run.directory import read_metrics
 from etude.records import Message, Task
 from etude.store import open_store
 from tests.house.documents import ROOT, unexplained_metrics
+from tests.learn.games import make_speaker
 
 EXAMPLES = ROOT / "examples"
 GOALS = {"train_my_reward": 2.0, "own_loss": 0.8, "tasks_from_python": 0.8, "text_game": 0.35}
@@ -45,7 +46,13 @@ def run_command(words: list[str], folder: Path) -> str:
 
 def test_every_example_is_run() -> None:
     agents = {path for path in AGENTS if "/" not in path}
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*GOALS, *agents, *PICTURES, "teach_and_judge"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        *GOALS,
+        *agents,
+        *PICTURES,
+        "teach_and_judge",
+        "harbor_agent",
+    }
     assert {path.parent.name for path in EXAMPLES.glob("*/*.py")} == {
         path.partition("/")[0] for path in {*AGENTS} - agents
     }
@@ -89,6 +96,50 @@ def test_an_agent_is_trained(name: str, tmp_path: Path) -> None:
 def test_an_agent_learns_to_use_its_tools(name: str, steps: int, tmp_path: Path) -> None:
     _, rewards = played(name, tmp_path, steps)
     assert rewards[0] < 0.45 and rewards[-1] > 0.7
+
+
+HARBOR = """#!{python}
+import json, os, pathlib, sys, urllib.request
+given = dict(word.removeprefix("--").partition("=")[::2] for word in sys.argv[2:])
+instruction = pathlib.Path(given["path"], "instruction.md").read_text()
+asked = {{"model": given["model"].removeprefix("openai/"), "messages": [{{"role": "user", "content": instruction}}]}}
+headers = {{"Authorization": "Bearer " + os.environ[given["api-key-name"]], "Content-Type": "application/json"}}
+request = urllib.request.Request(given["base-url"] + "/chat/completions", json.dumps(asked).encode(), headers)
+urllib.request.urlopen(request).read()
+result = {{"verifier_result": {{"rewards": {{"passed": 0.5}}}}, "exception_info": None}}
+if "broken" in given["path"]:
+    result = {{"verifier_result": None, "exception_info": {{"exception_type": "NoContainerError"}}}}
+trial = pathlib.Path(given["jobs-dir"], "job", "trial")
+trial.mkdir(parents=True)
+(trial / "result.json").write_text(json.dumps(result))
+"""
+"""A stand-in for the command `harbor`, which needs Python 3.12 and containers."""
+
+
+@pytest.mark.integration
+def test_a_trial_of_harbor_is_an_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its calls are recorded, and its verifier gives the reward. A trial without one fails with Harbor's error."""
+    make_speaker(tmp_path / "model", steps=11)
+    for name in ("broken", "whole"):
+        (tmp_path / "tasks" / name).mkdir(parents=True)
+        (tmp_path / "tasks" / name / "task.toml").touch()
+        (tmp_path / "tasks" / name / "instruction.md").write_text("a")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/harbor").write_text(HARBOR.format(python=sys.executable))
+    (tmp_path / "bin/harbor").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HARBOR_TASKS", str(tmp_path / "tasks"))
+    words = ["train", "grpo", f"model.path={tmp_path / 'model'}", "agent.path=harbor_agent:agent", "reward=environment"]
+    words += ["data.train=[harbor_agent:tasks]", "collect.tasks=2", "collect.group_size=2", "collect.retries=0"]
+    words += ["sampling.max_tokens=8", "data.max_prompt_length=16", "train.precision=fp32", "threads=1", "steps=1"]
+    monkeypatch.syspath_prepend(EXAMPLES)
+    assert main([*words, f"directory={tmp_path / 'run'}"]) == 0
+    (step,) = [line for line in read_metrics(tmp_path / "run") if line["step"] == 1]
+    assert step["reward/passed"] == 0.5 and step["turns"] == 1 and step["failed_attempts"] == 2
+    assert main(["answers", str(tmp_path / "run")]) == 0
+    assert "NoContainerError" in capsys.readouterr().out
 
 
 def test_examples_of_agents_are_short() -> None:
