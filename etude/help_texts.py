@@ -117,8 +117,8 @@ Transformers, vLLM and SGLang load the exported model directory."""
 DEMO = """\
 examples:
   etude demo                     train a small language model (3 minutes)
-  etude demo seed=1 --json       print the result as JSON on the last line
   etude demo agent               train an agent that uses the OpenAI client
+  etude demo vision              train a model to count shapes in pictures
   etude demo algorithms --help   compare losses on a small problem"""
 
 DEMO_AGENT = """\
@@ -155,6 +155,7 @@ data sets, from the raw files as published:
   math          MATH, MATH-500: one JSON file a problem, Parquet or JSONL
   instructions  google/IFEval: JSONL with prompts and their constraints
   preferences   preference pairs: HH-RLHF, UltraFeedback, or TRL's columns
+  pictures      CLEVR, GeoQA, Geometry3K: questions with `image` or `images`
 data sets that are generated:
   countdown     reach a target number from given numbers
   arithmetic    sums, differences and products
@@ -163,7 +164,6 @@ examples:
   etude data prepare gsm8k raw=raw/gsm8k
   etude data prepare math raw=raw/math held_out=0.05 levels=[3,4,5]
   etude data prepare countdown train=50000 test=500 numbers=[3,4] seed=1
-  etude data prepare preferences raw=[raw/hh/helpful-base] directory=data/hh
   etude data prepare pictures raw=raw/clevr directory=data/clevr
   etude data prepare gsm8k --options   print every option of a data set"""
 

@@ -78,6 +78,10 @@ class RolloutRecord:
 def open_journal(directory: Path) -> Iterator[Journal]:
     """Open the journal of a run for reading."""
     file = directory / JOURNAL
+    if not directory.exists():
+        raise ConfigError(
+            f"There is no directory {directory} (seen from {Path.cwd()}). Give the one that `etude train` printed."
+        )
     if not file.is_file():
         raise ConfigError(
             f"{directory} has no {JOURNAL}, so it has no rollouts. Give the directory that `etude train` printed."

@@ -38,6 +38,13 @@ def test_a_mistyped_preset_is_reported_with_the_nearest(
     assert f"There is no preset '{name}'. Did you mean {near}?" in capsys.readouterr().err
 
 
+def test_an_option_without_its_equals_sign_is_no_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "grpo", "model.path", "my-model"]) == 2
+    assert (
+        "`model.path my-model` are two words, and an option is one: `model.path=my-model`." in capsys.readouterr().err
+    )
+
+
 def test_the_command_without_arguments_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([])

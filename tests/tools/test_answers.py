@@ -203,6 +203,8 @@ def test_a_journal_that_is_being_written_is_read(run: Path) -> None:
 def test_an_impossible_request_is_reported(run: Path, tmp_path: Path, capsys: Captured) -> None:
     assert main(["answers", str(tmp_path)]) == 2
     assert "has no journal.sqlite" in capsys.readouterr().err
+    assert main(["answers", str(tmp_path / "nowhere")]) == 2
+    assert "There is no directory" in capsys.readouterr().err
     assert main(["answers", str(run), "--step", "7"]) == 2
     assert "no step 7; it has collected steps 1 to 2" in capsys.readouterr().err
     assert main(["answers", str(answered(tmp_path / "new", steps=0))]) == 2

@@ -34,5 +34,7 @@ def test_the_files_of_a_kind_pass_their_own_test(
 def test_a_directory_with_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     assert main(["init", str(tmp_path)]) == REFUSED
-    assert "Name another one" in capsys.readouterr().err
+    assert "has files. Name another." in capsys.readouterr().err
+    assert main(["init", str(tmp_path / "mine.txt")]) == REFUSED
+    assert "mine.txt is a file. Name another." in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]

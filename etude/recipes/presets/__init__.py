@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from etude.config.suggestions import suggest_name
@@ -18,8 +19,10 @@ PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml
 def split_preset(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the file of the preset that these words name, or None, and the other words."""
     names = [word for word in words if re.fullmatch(r"[\w-]+", word)]
-    for name in names:
-        if name not in PRESETS:
+    for before, name in pairwise(("", *words)):
+        if name in names and re.fullmatch(r"\w+(\.\w+)+", before):
+            raise ConfigError(f"`{before} {name}` are two words, and an option is one: `{before}={name}`.")
+        if name in names and name not in PRESETS:
             raise UnknownChoiceError(
                 f"There is no preset '{name}'.{suggest_name(name, PRESETS)} The presets are {', '.join(PRESETS)}; "
                 "options are written key=value."

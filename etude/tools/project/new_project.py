@@ -16,10 +16,10 @@ SUFFIX = ".txt"
 
 def new_project(directory: Path, kind: str) -> list[str]:
     """Write the files of one kind of run into a new or empty directory; return their names."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(
-            f"`etude init` writes into a new or empty directory, and {directory} has files. Name another one."
-        )
+    is_used = directory.is_dir() and any(directory.iterdir())
+    if directory.is_file() or is_used:
+        taken = "has files" if is_used else "is a file"
+        raise ConfigError(f"`etude init` writes into a new or empty directory, and {directory} {taken}. Name another.")
     templates = sorted((*(TEMPLATES / kind).iterdir(), TEMPLATES / f"test_run.py{SUFFIX}"))
     directory.mkdir(parents=True, exist_ok=True)
     names = {template: template.name.removesuffix(SUFFIX) for template in templates}
