@@ -57,6 +57,7 @@ def _versioned(package: str) -> str:
 def main() -> None:
     """Write the table."""
     python, modules = ensure_environment(PINNED).python, installed()
+    installed(CODING)
     rows = []
     for name, program in PROGRAMS.items():
         with TemporaryDirectory(prefix="etude-program-") as directory:

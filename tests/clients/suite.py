@@ -176,8 +176,8 @@ def judge_drop(world: World, claim: Claim) -> str:
         return [note for note in world.notes(name) if note["name"] == "aborted"]
 
     blocked_until(lambda: world.turns(name) or aborted_calls())
-    reasons = [turn.completion.finish_reason for turn in world.turns(name)]
-    return "yes" if reasons == ["abort"] or (not reasons and aborted_calls()) else f"no: {reasons}"
+    reasons = {turn.completion.finish_reason for turn in world.turns(name)}
+    return "yes" if reasons <= {"abort"} else f"no: {reasons}"
 
 
 def judge_exact(world: World, turns: Sequence[Turn]) -> str:
