@@ -61,6 +61,7 @@ def test_each_source_of_a_mix_learns_and_a_resumed_run_is_the_same(
         earned = [step[f"source/{source}/reward"] for step in steps]
         assert fmean(earned[-4:]) > fmean(earned[:4]) + 0.1, f"{source}: {earned}"
         assert all(step[f"source/{source}/rollouts"] == 4 * share for step in steps)
+        assert all(step[f"source/{source}/turns"] == 1 + (source == "game") for step in steps)
     assert max(step["source/words/answer_length"] for step in steps) <= 3
     assert max(step["source/sums/answer_length"] for step in steps) > 3
     halves = train(world, tmp_path / "halves", **mix(files, steps=11))

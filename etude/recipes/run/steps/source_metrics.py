@@ -29,6 +29,7 @@ class SourceMetrics:
             count = len(chosen)
             metrics.add(f"{name}/reward", Mean.over(sum(each.trained_reward for each in chosen), count))
             metrics.add(f"{name}/answer_length", Mean.over(sum(each.answer_tokens for each in chosen), count))
+            metrics.add(f"{name}/turns", Mean.over(sum(each.turns for each in chosen), count))
             metrics.add(f"{name}/truncated", Mean.over(sum(each.rollout.truncated for each in chosen), count))
             metrics.add(f"{name}/rollouts", Last.of(count))
         return metrics
