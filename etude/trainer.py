@@ -24,7 +24,7 @@ from rich.text import Text
 
 from etude.agents.agent import Agent, as_agent, get_agent_spec
 from etude.agents.execution.runner_process import serve_if_runner
-from etude.agents.source_agents import combine_agents
+from etude.agents.source_agents import SourceAgents
 from etude.config.compose import compose
 from etude.config.env import read_role
 from etude.config.plugin import current_file
@@ -265,7 +265,7 @@ def _as_one(agent: Any) -> Agent:
     """Return the agent, or one that plays with several: the agent of each data source."""
     if not isinstance(agent, Mapping):
         return as_agent(agent, "The agent")
-    return combine_agents({source: as_agent(each, f"The agent of {source}") for source, each in agent.items()})
+    return SourceAgents({source: as_agent(each, f"The agent of {source}") for source, each in agent.items()})
 
 
 def _refuse_during_load() -> None:

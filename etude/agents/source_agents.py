@@ -15,10 +15,13 @@ from typing import Any, Self
 
 from etude.agents.agent import Agent, CallSignature, load_agent
 from etude.agents.environment_agent import EnvironmentAgent
-from etude.errors import AgentError
+from etude.errors import AgentError, StoreError
 from etude.protocols import Observation
 from etude.records import Message, Task
+from etude.store.queue.rollout_queue import RolloutQueue
 
+AGENTS_RESOURCE = "agents"
+"""The resource by which a run of a mix tells runners which data sources have agents."""
 _NAMED = re.compile(r"([A-Za-z][\w.-]*)=(.+)")
 
 
@@ -40,14 +43,16 @@ class SingleAnswer:
 
 
 class SourceAgents(Agent):
-    """An agent for each data source, and one for all others."""
+    """An agent for each data source, and one for all others, whose tasks are answered once without it."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         return object.__new__(cls)  # its members have signatures, and it has none
 
-    def __init__(self, sources: Mapping[str, Agent], others: Agent) -> None:
-        self._sources = dict(sources)
-        self._others = others
+    def __init__(self, sources: Mapping[str, Agent], others: Agent | None = None) -> None:
+        self.sources = dict(sources)
+        self.has_others = others is not None
+        """True if tasks of other data sources have an agent."""
+        self._others = others or EnvironmentAgent(SingleAnswer)
         members = self.members()
         limits = [member.max_concurrency for member in members if member.max_concurrency is not None]
         self.max_concurrency = min(limits, default=None)  # type: ignore[misc]
@@ -55,30 +60,24 @@ class SourceAgents(Agent):
 
     def __copy__(self) -> Self:
         copies = {id(member): copy.copy(member) for member in self.members()}
-        sources = {source: copies[id(member)] for source, member in self._sources.items()}
-        return type(self)(sources, copies[id(self._others)])
+        sources = {source: copies[id(member)] for source, member in self.sources.items()}
+        return type(self)(sources, copies[id(self._others)] if self.has_others else None)
 
     @property
     def title(self) -> str:
-        return ", ".join(f"{source}={member.title}" for source, member in self._sources.items())
+        return ", ".join(f"{source}={member.title}" for source, member in self.sources.items())
 
     def call_signature(self) -> CallSignature:
         return CallSignature((), any(member.call_signature().is_async for member in self.members()))
 
     def members(self) -> Sequence[Agent]:
-        return list({id(member): member for member in [*self._sources.values(), self._others]}.values())
+        return list({id(member): member for member in [*self.sources.values(), self._others]}.values())
 
     def of_task(self, task: Task) -> Agent:
-        return self._sources.get(task.source, self._others)
+        return self.sources.get(task.source, self._others)
 
     def run(self) -> Any:
         raise AssertionError("a runner calls the agent of a task's data source")
-
-
-def combine_agents(sources: Mapping[str, Agent], others: Agent | None = None) -> Agent:
-    """Return one agent that plays with these. others: for tasks of other data sources, which are answered once without
-    it."""
-    return SourceAgents(sources, others or EnvironmentAgent(SingleAnswer))
 
 
 def load_agents(path: str | None, sources: Mapping[str, str]) -> Agent | None:
@@ -86,7 +85,33 @@ def load_agents(path: str | None, sources: Mapping[str, str]) -> Agent | None:
     names = dict.fromkeys([*sources.values(), *([] if path is None else [path])])
     agents = {name: load_agent(name) for name in names}
     others = None if path is None else agents[path]
-    return combine_agents({source: agents[name] for source, name in sources.items()}, others) if sources else others
+    return SourceAgents({source: agents[name] for source, name in sources.items()}, others) if sources else others
+
+
+def describe_agents(path: str | None, sources: Mapping[str, str]) -> dict[str, Any]:
+    """Return the value of the resource that says which data sources have agents."""
+    return {"sources": list(sources), "others": path is not None}
+
+
+async def check_agents(agent: Agent, queue: RolloutQueue) -> None:
+    """Refuse an agent that lacks a data source for which the run of a queue has an agent: its tasks would be played by
+    another one, or answered once."""
+    try:
+        wanted = (await queue.get_resource(AGENTS_RESOURCE)).value
+    except StoreError:  # no run of a mix has begun there
+        return
+    named = agent.sources if isinstance(agent, SourceAgents) else {}
+    missing = [source for source in wanted["sources"] if source not in named]
+    if missing:
+        raise AgentError(
+            f"The run has an agent for the data source `{missing[0]}`, and this runner has none. Give all of them: "
+            f"`etude runner {' '.join(f'{source}=…' for source in wanted['sources'])}`."
+        )
+    if wanted["others"] and isinstance(agent, SourceAgents) and not agent.has_others:
+        raise AgentError(
+            "The run has `agent.path`, an agent for all other data sources, and this runner has none. Name it too, "
+            "without a data source: `etude runner my_agent.py:solve shop=…`."
+        )
 
 
 def split_names(words: Sequence[str]) -> tuple[str | None, dict[str, str]]:

@@ -11,7 +11,15 @@ import pytest
 
 from etude.agents.agent import Agent, load_agent
 from etude.agents.execution.processes import ProcessRunners
-from etude.agents.source_agents import combine_agents, join_names, load_agents, split_names
+from etude.agents.source_agents import (
+    AGENTS_RESOURCE,
+    SourceAgents,
+    check_agents,
+    describe_agents,
+    join_names,
+    load_agents,
+    split_names,
+)
 from etude.errors import AgentError
 from etude.records import Task
 from etude.store import open_store
@@ -112,7 +120,7 @@ def test_a_set_up_that_fails_tears_down_those_before_it(tmp_path: Path) -> None:
 
     shop = load_agent(write_agents(tmp_path)["shop"])
     with pytest.raises(AgentError, match="The agent Broken could not be set up: OSError: no index"):
-        played(combine_agents({"shop": shop, "maths": Broken()}), tasks("shop"))
+        played(SourceAgents({"shop": shop, "maths": Broken()}), tasks("shop"))
     assert shop.namespace()["seen"] == [("setup",), ("teardown",)]
 
 
@@ -129,6 +137,30 @@ def test_agents_of_files_play_in_other_processes(tmp_path: Path) -> None:
         runners.check()
     assert [state.last.total for state in states if state.last] == [2.0, 3.0]
     asyncio.run(queue.close())
+
+
+def test_a_runner_without_an_agent_of_the_run_is_refused(tmp_path: Path) -> None:
+    names = write_agents(tmp_path)
+
+    async def check(path: str | None, sources: dict[str, str]) -> None:
+        agent = load_agents(path, sources)
+        assert agent is not None
+        await check_agents(agent, queue)
+
+    async def check_all() -> None:
+        await check(names["talk"], {})
+        await queue.put_resource(AGENTS_RESOURCE, describe_agents(names["talk"], names))
+        await check(names["talk"], names)
+        with pytest.raises(AgentError, match="has an agent for the data source `shop`, and this runner has none"):
+            await check(names["talk"], {})
+        with pytest.raises(AgentError, match=r"for the data source `mall`.*`etude runner shop=… mall=… talk=…`"):
+            await check(names["talk"], {name: names[name] for name in ("shop", "talk")})
+        with pytest.raises(AgentError, match="an agent for all other data sources, and this runner has none"):
+            await check(None, names)
+        await queue.close()
+
+    queue = LocalRolloutQueue(open_store())
+    asyncio.run(check_all())
 
 
 def test_the_words_of_a_command_name_agents_and_their_sources() -> None:

@@ -31,7 +31,7 @@ from etude.agents.proxy.external import external_models
 from etude.agents.proxy.request import PromptScorer, Upstream
 from etude.agents.proxy.sampling_rules import make_seed_function
 from etude.agents.runner import RunnerTimeouts
-from etude.agents.source_agents import join_names, load_agents
+from etude.agents.source_agents import AGENTS_RESOURCE, describe_agents, join_names, load_agents
 from etude.chat import ChatRenderer
 from etude.config.env import etude_command
 from etude.observe import Last, Metrics, get_logger
@@ -138,6 +138,8 @@ def agent_services(
             url, own_url = options.store, reachable_url(serving.url, str(urlsplit(options.store).hostname))
         address = {"base_url": f"{reachable_url(own_url)}/v1", "model": endpoint.model}
         asyncio.run(_put_resource(queue, "endpoint", address))
+        if options.sources:
+            asyncio.run(_put_resource(queue, AGENTS_RESOURCE, describe_agents(options.path, options.sources)))
         if isinstance(agent, HubAgent):
             asyncio.run(_put_resource(queue, HUB_RESOURCE, describe_hub(agent.spec)))
         check = _start_runners(options, agent, queue, keyring, url, directory, stack)
