@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,9 +30,13 @@ def assert_on_page(label: str, outcome: Outcome) -> None:
     assert found in PAGE.read_text(encoding="utf-8").splitlines(), f"{found}\n`python -m tests.clients.document`"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.smoke if name in IN_SMOKE else ()) for name in PROGRAMS]
-)
+def named(name: str) -> Any:
+    """Return a parameter whose test is in a group of its own: each takes long, so several processes share them."""
+    group = pytest.mark.xdist_group(f"client {name}")
+    return pytest.param(name, marks=[group, pytest.mark.smoke] if name in IN_SMOKE else [group])
+
+
+@pytest.mark.parametrize("name", [named(name) for name in PROGRAMS])
 def test_a_program_does_what_its_page_says(name: str, tmp_path: Path) -> None:
     assert_on_page(label_program(name), play_program(PROGRAMS[name], tmp_path))
 
