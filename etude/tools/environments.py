@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from etude.agents.hubs import AGENTS, HUBS, name_example
@@ -53,7 +53,8 @@ def list_hubs() -> list[dict[str, Any]]:
 
 def show(console: Console | None = None) -> None:
     """Print a table of the hubs. `etude env install` installs the packages of one."""
-    table = Table("hub", "example of env.hub", "packages", "installed")
+    names = ("hub", "example of env.hub", "packages", "installed")
+    table = Table(*(Column(name, overflow="fold") for name in names))  # a path that is cut off cannot be copied
     for hub in list_hubs():
         needed = "no" if hub["packages"] else "needs none"
         table.add_row(hub["name"], hub["example"], str(hub["packages"]), hub["python"] or needed)
