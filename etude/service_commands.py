@@ -168,7 +168,7 @@ def _engine_install(arguments: argparse.Namespace) -> None:
 
 
 def _add_env(commands: Any) -> None:
-    env = add_command_group(commands, "env", "list, install and try the environments of hubs")
+    env = add_command_group(commands, "env", "list, install, show and try the environments of hubs")
     listing = add_command(env, "list", "list the hubs, and those whose packages are installed")
     listing.add_argument("--json", action="store_true", help="print JSON lines instead")
     listing.set_defaults(command=_env_list)
@@ -177,6 +177,9 @@ def _add_env(commands: Any) -> None:
     install.add_argument("name", metavar="HUB", help="gymnasium, textarena, openenv or verifiers; see `etude env list`")
     install.set_defaults(command=_env_install)
     roots = {"": "etude.tools.environments:TryOptions"}
+    showing = add_run_command(env, "show", "print ten tasks of a hub's environment, as lines of JSON", ENV, "", roots)
+    showing.add_argument("--task", type=int, default=0, metavar="N", help="number of the first task (default 0)")
+    showing.set_defaults(command=_env_show)
     trial = add_run_command(env, "try", "print a task of a hub, and play it with answers of yours", ENV, "", roots)
     trial.add_argument("--task", type=int, default=0, metavar="N", help="number of the task (default 0)")
     trial.add_argument("--answer", action="append", default=[], metavar="TEXT", help="an answer; repeat it for more")
@@ -197,6 +200,15 @@ def _env_install(arguments: argparse.Namespace) -> None:
     from etude.tools.environments import install
 
     print(install(arguments.name))
+
+
+def _env_show(arguments: argparse.Namespace) -> None:
+    from etude.config.compose import compose
+    from etude.tools.environments import TryOptions, draw_tasks
+
+    options = compose(TryOptions, arguments.overrides, file=arguments.config)
+    for task in draw_tasks(options, arguments.task):
+        print(json.dumps(task, ensure_ascii=False))
 
 
 def _env_try(arguments: argparse.Namespace) -> None:

@@ -1,11 +1,11 @@
-"""`etude env`: list the hubs of environments, install their packages, and play an environment by hand."""
+"""`etude env`: list the hubs of environments, install their packages, show tasks, and play an environment by hand."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from etude.agents.hubs import AGENTS, HUBS, name_example
 from etude.agents.hubs.pool import HubEnv, HubPool
+from etude.agents.hubs.process import HubSpec
 from etude.chat.transcript import check_observation, observation_text
 from etude.config import Config
 from etude.errors import ConfigError, UnknownChoiceError
@@ -26,9 +27,11 @@ from etude.recipes.collect.hub_python import find_hub_environment, hub_pins
 from etude.records import Message, Task
 from etude.rollout.python_environments import ensure_environment
 
+SHOWN_TASKS = 10
+
 
 class TryOptions(Config):
-    """The options of `etude env try`."""
+    """The options of `etude env show` and `etude env try`."""
 
     env: EnvConfig = Field(EnvConfig(), description="the environment, as a run names it")
 
@@ -70,24 +73,42 @@ def install(name: str) -> Path:
     return ensure_environment(pins).python
 
 
+def draw_tasks(options: TryOptions, first: int, count: int = SHOWN_TASKS) -> list[Mapping[str, Any]]:
+    """Return tasks of a hub's environment, from a number on."""
+    spec = _named(options, "show")
+    with HubPool(spec, 1) as pool:
+        return _drawn(pool, first, count)
+
+
 def try_out(options: TryOptions, answers: Sequence[str], *, number: int = 0, console: Console | None = None) -> None:
     """Print a task of a hub, and play it with these answers: observations, rewards, and the seconds of each step."""
-    specs = list(filter(None, (environment.hub_spec() for environment in options.env.environments())))
-    if len(specs) != 1:
-        several = f"There is one at a time to try, and not {' and '.join(spec.option for spec in specs)}. "
-        example = f"Name an environment of a hub to try: `etude env try env.hub={name_example()}`."
-        raise ConfigError(f"{several if specs else ''}{example}")
-    spec = specs[0]
+    spec = _named(options, "try")
     console = console or make_console()
     with HubPool(spec, 1) as pool:
-        tasks = pool.tasks(number, number + 1)
-        if not tasks:
-            raise ConfigError(f"{spec.title} has no task {number}. Name a lower one by --task.")
-        console.print(Text(json.dumps(tasks[0], ensure_ascii=False), "dim"), soft_wrap=True)
+        (task,) = _drawn(pool, number, 1)
+        console.print(Text(json.dumps(task, ensure_ascii=False), "dim"), soft_wrap=True)
         if spec.hub not in AGENTS:
-            asyncio.run(_play(pool.new_env(), Task(number, {**tasks[0], "row": number}), answers, console))
+            asyncio.run(_play(pool.new_env(), Task(number, {**task, "row": number}), answers, console))
     if spec.hub in AGENTS:
         console.print(Text(f"The program of {spec.hub} plays by itself: `etude train … {spec.option}`."))
+
+
+def _named(options: TryOptions, command: str) -> HubSpec:
+    """Return the one environment of a hub that the options name."""
+    specs = list(filter(None, (environment.hub_spec() for environment in options.env.environments())))
+    if len(specs) != 1:
+        several = f"There is one at a time to {command}, and not {' and '.join(spec.option for spec in specs)}. "
+        example = f"Name an environment of a hub to {command}: `etude env {command} env.hub={name_example()}`."
+        raise ConfigError(f"{several if specs else ''}{example}")
+    return specs[0]
+
+
+def _drawn(pool: HubPool, first: int, count: int) -> list[Mapping[str, Any]]:
+    """Return tasks from a number on. Refuse a number after the last one."""
+    tasks = pool.tasks(first, first + count)
+    if not tasks:
+        raise ConfigError(f"{pool.spec.title} has no task {first}. Name a lower one by --task.")
+    return tasks
 
 
 async def _play(env: HubEnv, task: Task, answers: Sequence[str], console: Console) -> None:

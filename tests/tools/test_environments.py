@@ -45,12 +45,16 @@ def test_an_installed_hub_is_not_installed_again(cache: Path, capsys: Captured) 
 def test_what_cannot_be_installed_or_tried_is_refused(capsys: Captured) -> None:
     assert "with packages to install; there are gymnasium, openenv" in refused(capsys, "env", "install", "trl")
     assert "Name an environment of a hub to try" in refused(capsys, "env", "try")
+    assert "Name an environment of a hub to show" in refused(capsys, "env", "show")
 
 
 @pytest.mark.integration
 def test_an_environment_is_played_by_hand(capsys: Captured) -> None:
     python = require_hub("gymnasium")
     given = ["env.hub=gymnasium:Blackjack-v1", f"env.python={python}", "env.kwargs.actions=[stick,hit]"]
+    assert main(["env", "show", *given, "--task", "3"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["seed"] for row in rows] == list(range(3, 13))
     assert main(["env", "try", *given, "--task", "3", "--answer", "hmm", "--answer", "I stick", "--answer", "hit"]) == 0
     printed = capsys.readouterr().out
     assert '"seed": 3' in printed and "Answer with one of these actions: stick, hit." in printed
