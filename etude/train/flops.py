@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -99,20 +100,26 @@ def _attention_pairs(pack: Pack) -> float:
     return float(pairs)
 
 
-def measure_matmul_flops(dtype: torch.dtype, device: torch.device, size: int = 2048, seconds: float = 0.5) -> float:
+def measure_matmul_flops(
+    dtype: torch.dtype,
+    device: torch.device,
+    size: int = 2048,
+    seconds: float = 0.5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Return the operations per second of the fastest product of two large square matrices on this device.
 
     size: the largest number of rows to try. Smaller products come first, and larger ones while time is left. A product
-    of 2048 rows takes half a minute on a processor without instructions for this dtype.
+    of 2048 rows takes half a minute on a processor without instructions for this dtype. clock: measures the time.
     """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     rows = min(size, 256)
     a[:rows, :rows] @ b[:rows, :rows]  # the first product also waits for threads and kernels
-    best, until = 0.0, time.perf_counter() + seconds
+    best, until = 0.0, clock() + seconds
     while True:
-        start = _now(device)
+        start = _now(device, clock)
         a[:rows, :rows] @ b[:rows, :rows]
-        now = _now(device)
+        now = _now(device, clock)
         best = max(best, 2.0 * rows**3 / (now - start))
         if now >= until:
             return best
@@ -124,20 +131,21 @@ def measure_matmul_flops(dtype: torch.dtype, device: torch.device, size: int = 2
 def measure_bf16_speedup() -> float:
     """Return how many times as fast this processor multiplies in bf16 as in fp32, by a trial of milliseconds.
 
-    One thread computes, and the precisions take turns: threads that wait for each other measure other programs too.
+    One thread computes, and its own processor time counts: other programs then take no part in the choice.
     """
     rates, threads = dict.fromkeys((torch.bfloat16, torch.float32), 0.0), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for _ in range(2):
             for dtype, best in rates.items():
-                rates[dtype] = max(best, measure_matmul_flops(dtype, torch.device("cpu"), 512, 0.01))
+                rate = measure_matmul_flops(dtype, torch.device("cpu"), 512, 0.01, time.thread_time)
+                rates[dtype] = max(best, rate)
     finally:
         torch.set_num_threads(threads)
     return rates[torch.bfloat16] / rates[torch.float32]
 
 
-def _now(device: torch.device) -> float:
+def _now(device: torch.device, clock: Callable[[], float]) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return clock()
