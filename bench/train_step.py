@@ -230,7 +230,8 @@ def plain_step(model: torch.nn.Module, rows: Rows, micro: int = MICRO) -> Callab
 
 
 def _on(device: torch.device, pack: Pack) -> Pack:
-    return Pack(**{field.name: getattr(pack, field.name).to(device) for field in fields(pack)})
+    tensors = {field.name: getattr(pack, field.name) for field in fields(pack)}
+    return replace(pack, **{name: part.to(device) for name, part in tensors.items() if isinstance(part, Tensor)})
 
 
 def _advantages(rows: Rows) -> Tensor:
