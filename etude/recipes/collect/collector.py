@@ -337,7 +337,7 @@ class Collector:
             self._store.append(written)
         self._statistics.dropped.update(each.cause for each in dropped)
         if admit is not None and not ids:
-            raise self._statistics.nothing_to_train_on(admit.step)
+            raise self._statistics.nothing_to_train_on(admit.step, self._config.tasks)
         for task in (each.task for each in dropped):
             earned = [self._scored[id].total for id in self._ids(task) if id in self._scored]
             self._tasks.settle(task, earned)

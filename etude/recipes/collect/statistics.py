@@ -73,12 +73,14 @@ class CollectionStatistics:
         self.failed["given_error_score" if outcome is Outcome.SUCCEEDED else outcome.value] += 1
         self.error = error
 
-    def nothing_to_train_on(self, step: int) -> CollectionError:
-        """Return the error of a step whose tasks have all failed."""
+    def nothing_to_train_on(self, step: int, tasks: int) -> CollectionError:
+        """Return the error of a step whose tasks, `tasks` and their replacements, have all failed."""
+        replacements = self.dropped.total() - tasks
+        counted = f", {replacements} of them as replacements" if replacements > 0 else ""
         between = "\n" if "\n" in self.error else " "  # a traceback ends with a line break
         return CollectionError(
-            f"Step {step} has nothing to train on: each of {self.dropped.total()} tasks failed. The last failure: "
-            f"{self.error}{between}Fix that; a run that is started again continues from here."
+            f"Step {step} has nothing to train on: each of {self.dropped.total()} tasks failed{counted}. "
+            f"The last failure: {self.error}{between}Fix that; a run that is started again continues from here."
         )
 
     def metrics(self, *, episodic: bool = False, tempered: bool = False) -> Metrics:
@@ -111,6 +113,13 @@ class CollectionStatistics:
 def ended_attempts(state: RolloutState) -> list[AttemptState]:
     """Return the attempts at a rollout that ended by themselves, and not by a stop of the run."""
     return [attempt for attempt in state.attempts if attempt.status not in LIVE and attempt.error != INTERRUPTED]
+
+
+def also_before(steps: int) -> str:
+    """Return the part of a warning that says in how many steps before this one it held too. steps: with this one."""
+    if steps == 1:
+        return ""
+    return " as in the step before" if steps == 2 else f" as in the {steps - 1} steps before"
 
 
 class CollectionWarnings:
@@ -192,14 +201,13 @@ class CollectionWarnings:
         if not self._has_reward or self._zero_variance_steps.bit_count() != 1:  # 1, 2, 4, 8 … steps in a row
             return
         rewards_text = f"all {low:g}" if low == high else f"from {low:g} to {high:g}"
-        before = "" if self._zero_variance_steps == 1 else f", as in the {self._zero_variance_steps - 1} before"
         self._log.warning(
-            "In step %d every rollout of each group earned the same (%s)%s: there is nothing to train on. If "
+            "In step %d%s every rollout of each group earned the same (%s): there is nothing to train on. If "
             "that is the highest possible reward, the tasks are learned. Else look at the answers with `etude "
             "answers`, at `sampling.temperature` and at the reward.",
             step,
+            f",{also}," if (also := also_before(self._zero_variance_steps)) else "",
             rewards_text,
-            before,
         )
 
     def _warn_weak_model(self, step: int, earned: Collection[float]) -> None:

@@ -41,11 +41,19 @@ def test_failures_are_reported_with_their_causes_and_the_last_error(capsys: pyte
     assert "In step 4" in warnings_of(capsys, warnings, 4, failing(failed=1))
 
 
+def test_replacements_of_failed_tasks_are_counted_apart() -> None:
+    statistics = failing(failed=9)
+    statistics.dropped.update({"failed": 8})
+    assert "each of 8 tasks failed. The last failure: The" in str(statistics.nothing_to_train_on(1, 8))
+    assert "each of 8 tasks failed, 4 of them as replacements. " in str(statistics.nothing_to_train_on(1, 4))
+
+
 def test_steps_of_zero_variance_are_reported_at_doubling_intervals(capsys: pytest.CaptureFixture[str]) -> None:
     warnings = CollectionWarnings(one_by_one=False)
     messages = {step: warnings_of(capsys, warnings, step, CollectionStatistics(), 1.0, 1.0) for step in range(1, 10)}
     assert [step for step, sentence in messages.items() if sentence] == [1, 2, 4, 8]
-    assert "earned the same (all 1): there" in messages[1] and "as in the 3 before" in messages[4]
+    assert "In step 1 every rollout of each group earned the same (all 1): there" in messages[1]
+    assert "In step 2, as in the step before, every" in messages[2] and "as in the 3 steps before, every" in messages[4]
     assert warnings_of(capsys, warnings, 10, CollectionStatistics(), 0.0, 1.0) == ""
     assert "In step 11" in warnings_of(capsys, warnings, 11, CollectionStatistics(), 0.5, 0.5), "the count starts again"
 

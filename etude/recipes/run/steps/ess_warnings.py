@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from etude.observe import Metric, get_logger
+from etude.recipes.collect.statistics import also_before
 
 ROLLOUT_ESS = "mismatch/rollout_effective_sample_size"
 """The metric that `ess_floor` bounds."""
@@ -27,7 +28,6 @@ class EssWarnings:
         self._steps = self._steps + 1 if share < self._floor else 0
         if self._steps.bit_count() != 1:  # 1, 2, 4, 8 … steps in a row
             return
-        before = "" if self._steps == 1 else f", as in the {self._steps - 1} before"
         get_logger("recipes").warning(
             "In step %d the effective sample size is %.2g of the rollouts, under `ess_floor=%g`%s: few rollouts decide "
             "the update, as before a collapse. The trainer's policy is far from the sampler's, by stale rollouts or by "
@@ -36,5 +36,5 @@ class EssWarnings:
             step,
             share,
             self._floor,
-            before,
+            f",{also}" if (also := also_before(self._steps)) else "",
         )

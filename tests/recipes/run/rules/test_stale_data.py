@@ -34,7 +34,7 @@ def test_steps_under_the_floor_are_warned_of_at_once_and_when_they_have_doubled(
     lines = warned(0.3, [0.9, 0.2, 0.1, 0.05, 0.04, 0.9, 0.29], caplog)
     assert [int(line.partition("In step ")[2].split()[0]) for line in lines] == [2, 3, 5, 7]
     assert "is 0.2 of the rollouts, under `ess_floor=0.3`: few" in lines[0]
-    assert "as in the 3 before" in lines[2] and "before" not in lines[3].partition("few")[0]
+    assert "as in the 3 steps before" in lines[2] and "before" not in lines[3].partition("few")[0]
 
 
 @pytest.mark.parametrize(("floor", "shares"), [(0.0, [0.0, 1e-9]), (0.5, [None, 0.5]), (0.1, [1.0])])
