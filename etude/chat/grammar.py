@@ -9,6 +9,7 @@ token is an end token of the tokenizer.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ MAX_CHARACTERS = 2**18
 """The longest text of a grammar."""
 MAX_COMPILED = 256
 """The most grammars that stay compiled."""
+POSITION = re.compile(r"^(at )?\d+\(\d+\): ")
+"""The line and the column that an error of llguidance begins with."""
 
 
 class GrammarMatcher:
@@ -168,7 +171,7 @@ class GrammarCompiler:
                 )
             matcher = llguidance.LLMatcher(self._inner, grammar, log_level=0)
             if matcher.is_error():
-                raise DataError(f"The grammar cannot be used: {_first_line(matcher.get_error())}")
+                raise DataError(f"The grammar cannot be used: {_reason(matcher.get_error())}")
             self._compiled[grammar] = matcher
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
@@ -200,5 +203,11 @@ class _TokenTexts:
         return ids
 
 
-def _first_line(error: str) -> str:
-    return error.strip().split("\n")[0]
+def _reason(error: str) -> str:
+    """Return an error of llguidance in one line, without its position: that counts lines of the rules around a form.
+
+    The cause of an unreadable pattern is in a later line, behind `error:`.
+    """
+    first, *others = error.strip().splitlines()
+    cause = next((line.removeprefix("error: ") for line in others if line.startswith("error: ")), "")
+    return f"{POSITION.sub('', first)} {cause}".rstrip()

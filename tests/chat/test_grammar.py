@@ -73,8 +73,10 @@ def test_a_token_that_the_grammar_forbids_ends_the_matcher_with_a_sentence(lette
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
-        ("start: /(/", "cannot be used"),
-        ("start: missing", "cannot be used"),
+        ("start: /(ja|nein[0-9/", r'be used: invalid regex "\(ja.* regex parse error: unclosed character class$'),
+        ('start: x\nx: %json {"type": "foo"}', "be used: failed to compile JSON schema: Invalid type: foo$"),
+        ("start: missing", 'be used: unknown name: "missing"$'),
+        ("start: ((", "be used: Expected token"),
         ('start: "' + "a" * MAX_CHARACTERS + '"', f"{MAX_CHARACTERS} are the most"),
         ('start: %json {"type": "array", "uniqueItems": true}', "uniqueItems"),
     ],

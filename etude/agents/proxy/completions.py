@@ -78,7 +78,8 @@ class CompletionsDialect(APIDialect):
         model, prompt = fields.string("model"), _prompt(fields)
         sampling = parse_sampling(fields)
         with_prompt = fields.boolean("echo")
-        max_tokens = fields.integer("max_tokens", 0 if with_prompt else 1, 2**31 - 1)
+        hint = "" if with_prompt else " It may be 0 beside 'echo', which `etude serve` takes."
+        max_tokens = fields.integer("max_tokens", 0 if with_prompt else 1, 2**31 - 1, hint)
         if (
             max_tokens is not None or "max_tokens" not in fields.sent
         ):  # null is as long as the run allows, as it is at vLLM
@@ -140,16 +141,22 @@ def merge_responses(responses: Sequence[JSONObject]) -> JSONObject:
 
 def _prompt(fields: RequestFields) -> str | Ids:
     prompt = fields.value("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+    if isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt):
+        if len(prompt) > 1:
+            raise fields.error(
+                "prompt",
+                "must be one string or one list of token ids: this endpoint records answers. Send each prompt in its "
+                "own request; `etude serve` takes several in one.",
+            )
         prompt = prompt[0]
     ids = openai.token_ids(prompt)
     if ids is not None:
         return ids
-    if not isinstance(prompt, str):
-        raise fields.error(
-            "prompt", "must be one string or one list of token ids. Send each prompt in its own request."
-        )
-    return prompt
+    if isinstance(prompt, str):
+        return prompt
+    if prompt == []:
+        raise fields.error("prompt", "is empty. Send a string, or a list of token ids.")
+    raise fields.error("prompt", "must be a string, or a list of token ids, which are integers from 0.")
 
 
 def _choice(index: int, text: str, finish: str | None, logprobs: JSONObject | None) -> JSONObject:

@@ -124,15 +124,15 @@ class RequestFields:
         """Take a list; an empty one if it is absent and not required."""
         return list(self._typed(name, list, "a list", None if required else []))
 
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        """Take an integer within bounds; None if it is absent."""
+    def integer(self, name: str, low: int, high: int, hint: str = "") -> int | None:
+        """Take an integer within bounds; None if it is absent. hint: a last sentence for the error, after a space."""
         value = self.value(name)
         if value is None:
             return None
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.error(name, f"must be an integer from {low} to {high}; it is {_brief(value)}.")
+            raise self.error(name, f"must be an integer from {low} to {high}; it is {_brief(value)}.{hint}")
         return value
 
     def number(self, name: str, low: float, high: float) -> float | None:

@@ -157,8 +157,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"continue_final_message": True}, "a last message by the assistant"),
     ],
     "/v1/completions": [
-        ({"prompt": ["a", "b"]}, "one string"),
-        ({"prompt": []}, "one string"),
+        ({"prompt": ["a", "b"]}, "this endpoint records answers. Send each prompt in its own request"),
+        ({"prompt": []}, "'prompt' is empty. Send a string"),
+        ({"prompt": [-1]}, "token ids, which are integers from 0"),
         ({"prompt": ""}, "is empty"),
         ({"echo": True}, "cannot be true"),
         ({"prompt": [10**6]}, ""),
