@@ -14,7 +14,7 @@ ENTRY = re.compile(r"^( +)- (?:(.+?): ?)?(\S+\.md)?$", flags=re.MULTILINE)
 NOT_PROSE = ("#", "<!--", "!", "```", "|", "-")
 PROMISE = "At the end of this page "
 """The beginning of a guide's first sentence."""
-NAMED = re.compile(r"^## (`[^`]+`|[a-z_]+)$", flags=re.MULTILINE)
+NAMED = re.compile(r"^## (`[^`]+`(?:(?:, | and )`[^`]+`)*|[a-z_]+)$", flags=re.MULTILINE)
 """The headings that are names: of options, commands, losses, recipes."""
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
