@@ -149,10 +149,10 @@ class RunInputs:
         for role, path in self._run.path_options.items():
             location = self._run.path_at(path)
             if location is not None:
-                yield from _within(role, location)
+                yield from _of_model(role, location)
         for role, option in self._run.path_mappings.items():
             for name, location in self._run.paths_at(option).items():
-                yield from _within(f"{role}[{name}]", location)
+                yield from _of_model(f"{role}[{name}]", location)
         for number, name in enumerate(self._run.data.train):
             yield from _of_data(f"data.train[{number}]", name)
 
@@ -174,12 +174,19 @@ def _of_data(role: str, name: str) -> Iterator[tuple[str, Path | str]]:
     if is_module(path):
         yield role, path
     else:
-        yield from _within(role, Path(path).expanduser())
+        yield from _within(role, Path(path).expanduser(), "**/*")
 
 
-def _within(role: str, path: Path) -> Iterator[tuple[str, Path]]:
+def _of_model(role: str, path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files that a model is read from. Other directories in its own may be anything, such as runs."""
+    yield from _within(role, path, "*")
     if path.is_dir():
-        inside = (file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith("."))
+        yield from _within(role, path, "additional_chat_templates/*")
+
+
+def _within(role: str, path: Path, pattern: str) -> Iterator[tuple[str, Path]]:
+    if path.is_dir():
+        inside = (file for file in sorted(path.glob(pattern)) if file.is_file() and not file.name.startswith("."))
         yield from ((f"{role}/{file.relative_to(path)}", file) for file in inside)
     elif path.is_file():
         yield f"{role}: {path.name}", path

@@ -34,6 +34,14 @@ def test_the_same_files_elsewhere_are_the_same_inputs(place: Path) -> None:
     RunInputs(place, moved(place, "elsewhere")).check()
 
 
+def test_runs_in_the_directory_of_a_model_are_no_part_of_it(place: Path) -> None:
+    run = run_of(place)
+    RunInputs(place, run).record()
+    (place / "model" / "runs").mkdir()
+    (place / "model" / "runs" / "metrics.jsonl").write_text("{}")
+    RunInputs(place, run).check()
+
+
 @pytest.mark.parametrize(
     ("file", "name"),
     [
