@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -70,8 +71,10 @@ def load_object(path: str, kind: str, example: str) -> Any:
     try:
         module = _run_file(file.resolve(), file.read_bytes())
     except Exception as error:  # a user's file may raise anything
+        lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(file.resolve())]
+        place = f" in line {lines[-1]}" if lines else ""
         raise PluginError(
-            f"{prefix} running {file} raised {type(error).__name__}: {str(error).rstrip('.')}."
+            f"{prefix} running {file} raised {type(error).__name__}{place}: {str(error).rstrip('.')}."
         ) from error
     if not hasattr(module, name):
         raise PluginError(f"{prefix} {file} has no {name}.{_suggest(name, module)}")

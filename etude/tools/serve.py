@@ -32,7 +32,7 @@ from etude.store.queue.keys import Keyring
 from etude.store.queue.local_queue import LocalRolloutQueue
 from etude.store.queue.rollout_queue import AttemptId, RolloutLimits, RolloutRequest
 from etude.store.queue.stored_images import MAX_IMAGE_BYTES
-from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
+from etude.tools.store_server import POLL_S, parse_free_address, stop_on_signal
 
 KEY_S = 3650 * 86400.0
 """Seconds until the key expires: longer than any server runs."""
@@ -40,7 +40,7 @@ KEY_S = 3650 * 86400.0
 
 def serve_model(run: Run, source: str, *, best: bool, listen: str) -> None:
     """Serve a model until SIGINT or SIGTERM."""
-    address, port = parse_address(listen)
+    address, port = parse_free_address(listen)
     console = make_console(run.observe.console)
     with ExitStack() as stack:
         step, chat, engine, max_tokens = stack.enter_context(load_for_inference(run, best=best))

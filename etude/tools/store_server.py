@@ -25,6 +25,7 @@ from etude.config.secrets import mask_text
 from etude.errors import ConfigError
 from etude.observe import configure_logging, make_console
 from etude.store import open_store
+from etude.store.http.listener import check_address
 from etude.store.http.server import serve
 from etude.store.http.server_thread import reachable_url
 from etude.store.queue.keys import ADMIN_KEY, RUNNER_KEY, Keyring
@@ -43,7 +44,7 @@ def serve_store(where: str, listen: str, *, keys: bool = False, release_owner: b
     run can resume in another place.
     """
     configure_logging("info", mask=mask_text)
-    host, port = parse_address(listen)
+    host, port = parse_free_address(listen)
     _, key = store_address()
     directory = None if "://" in where else Path(where).expanduser()
     if directory is not None and directory.is_file():
@@ -87,12 +88,14 @@ def serve_store(where: str, listen: str, *, keys: bool = False, release_owner: b
     console.print(Text(message), soft_wrap=True)
 
 
-def parse_address(listen: str) -> tuple[str, int]:
-    """Parse the address and the port of `--listen`."""
+def parse_free_address(listen: str) -> tuple[str, int]:
+    """Parse the address and the port of `--listen`; refuse those that are taken."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--listen takes an address and a port, such as 127.0.0.1:8700; '{listen}' was given.")
-    return host.strip("[]"), int(port)
+    address = (host.strip("[]"), int(port))
+    check_address(*address, "--listen ")
+    return address
 
 
 @contextmanager

@@ -32,10 +32,10 @@ from starlette.responses import Response, StreamingResponse
 
 from etude.config.env import has_display
 from etude.config.secrets import mask_text
-from etude.errors import ConfigError, EtudeError, NotFoundError, StoreError
+from etude.errors import ConfigError, EtudeError, NotFoundError
 from etude.observe import get_logger, make_console
 from etude.store.http.server_thread import ServerThread, start_server
-from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
+from etude.tools.store_server import POLL_S, parse_free_address, stop_on_signal
 from etude.view.access import LOOPBACK_HOSTS, AccessControl
 from etude.view.catalog import RunCatalog
 from etude.view.changes import MOST_STREAMS, ChangeWatcher
@@ -105,10 +105,7 @@ def start_viewer(root: Path | str, host: str = "127.0.0.1", port: int = 0, key: 
     key = key or secrets.token_urlsafe(24)
     catalog = RunCatalog(root)
     closing = asyncio.Event()
-    try:
-        server = start_server(create_app(catalog, key, closing), host, port, key, closing)
-    except StoreError as error:
-        raise ConfigError(f"{error} `--listen 127.0.0.1:0` picks a free port.") from error
+    server = start_server(create_app(catalog, key, closing), host, port, key, closing)
     threading.Thread(target=_warm_up, args=(catalog,), name="etude-view-warm-up", daemon=True).start()
     return server, f"{server.url}/{key}/"
 
@@ -126,7 +123,7 @@ def _warm_up(catalog: RunCatalog) -> None:
 def serve_viewer(root: str | None, listen: str, *, open_browser: bool, console: Console | None = None) -> None:
     """Serve the runs of a directory until a signal. open_browser: show the first page in a browser, if there is one."""
     console = make_console() if console is None else console
-    host, port = parse_address(listen)
+    host, port = parse_free_address(listen)
     if host not in LOOPBACK_HOSTS:
         raise ConfigError(
             f"The viewer was asked to listen on {host}, and it only listens on this machine: 127.0.0.1. To see it from "

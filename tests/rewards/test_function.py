@@ -92,7 +92,10 @@ def test_each_way_to_fail_has_its_sentence(path: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("raise RuntimeError('no licence')", r"running .*mine\.py raised RuntimeError: no licence"),
+        (
+            "def fail():\n    raise RuntimeError('no licence')\nfail()",
+            r"running .*mine\.py raised RuntimeError in line 2: no licence",
+        ),
         ("def", r"running .*mine\.py raised SyntaxError"),
         ("def score(task, answer): ...", r"mine\.py has no scores\. Did you mean score"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,36 @@ def test_invalid_arguments_are_refused(
     assert main(["store", *words]) == 2
     assert message in capsys.readouterr().err
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+AGENT_RUN = ["model.path=empty", "data.train=[rows.jsonl]", "agent.path=tests.recipes.players:talker", "directory=run"]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["store", "stores/mine"], "--listen "),
+        (["view", "."], "--listen "),
+        (["serve", "empty"], "--listen "),
+        (["train", "grpo", *AGENT_RUN], "agent.listen="),
+    ],
+)
+def test_a_taken_address_is_refused_before_a_model_is_loaded(
+    words: list[str],
+    option: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 9}')
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([*words, *f"{option}127.0.0.1:{port}".split()]) == 2
+    wanted = f"port {port}: Address already in use. Choose another port. `{option}127.0.0.1:0` picks a free port."
+    assert wanted in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_given_key_is_never_shown_and_replaces_the_stored_one(tmp_path: Path) -> None:

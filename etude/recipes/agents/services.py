@@ -99,7 +99,7 @@ def agent_services(
     """
     options, cursor = run.agent, journal.position if run.agent.store is None else 0
     agent = agent or load_agents(options.path, options.sources)
-    host, _, port = options.listen.rpartition(":")
+    host, port = options.address
     with ExitStack() as stack, freeze_gc():
         keyring, queue, requested, renewers = _open_queues(options.store, journal, directory, stack, loop)
         scoring = run.evaluate.sampling.fill_from(run.sampling)
@@ -131,7 +131,7 @@ def agent_services(
             queue.on_attempts_ended(endpoint.forget_attempts)
         routers = [create_router(endpoint)]
         serving = stack.enter_context(
-            serve(queue, keyring, host=host, port=int(port), routers=routers, lifespans=[endpoint, *renewers])
+            serve(queue, keyring, host=host, port=port, routers=routers, lifespans=[endpoint, *renewers])
         )
         url = own_url = serving.url
         if options.store is not None:

@@ -80,6 +80,12 @@ class AgentConfig(Config):
         return bool(self.names)
 
     @property
+    def address(self) -> tuple[str, int]:
+        """The host and the port to listen on."""
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @property
     def names(self) -> list[str]:
         """The names of all agents."""
         return [*([] if self.path is None else [self.path]), *self.sources.values()]

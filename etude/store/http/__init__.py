@@ -15,5 +15,6 @@ request_middleware   the part that every request passes before an app sees it
 connection           the limits of connections and heads
 otlp                 spans in the format of OTLP/HTTP
 server_thread        a server in a thread of this process
+listener             the socket that a server listens on
 background_thread    heavy work on large bodies, outside of the event loop
 """

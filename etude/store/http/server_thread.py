@@ -14,6 +14,7 @@ from etude.errors import StoreError
 from etude.observe import get_logger
 from etude.running_time import running_time
 from etude.store.http.connection import KEPT_ALIVE_S, HttpConnection, HttpServerConfig
+from etude.store.http.listener import bind
 
 START_S, STOP_S = 30.0, 10.0
 """Seconds that the server may take to start, and to stop before requests are cut off."""
@@ -56,7 +57,7 @@ class ServerThread:
 
 def start_server(app: Any, host: str, port: int, admin: str, closing: asyncio.Event) -> ServerThread:
     """Serve an app from a thread. The event `closing` is set when the server stops, to end waiting requests."""
-    listener = _bind(host, port)
+    listener = bind(host, port)
     config = HttpServerConfig(
         app,
         log_config=None,
@@ -121,20 +122,3 @@ class _StoreServer(uvicorn.Server):
         """End waiting requests and stop."""
         self._closing.set()
         await super().shutdown(sockets)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address alone."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # asyncio disables Nagle's algorithm only if the socket's protocol says that it is TCP
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise StoreError(f"The server cannot listen on {host}, port {port}: {error}. Choose another port.") from error
-    return listener

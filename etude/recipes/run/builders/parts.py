@@ -42,6 +42,7 @@ from etude.rewards import BySourceReward, Judge
 from etude.rollout.engine_thread import release_omp_workers
 from etude.rollout.held_adapters import adapter_count
 from etude.store import open_store
+from etude.store.http.listener import check_address
 from etude.train import TrainConfig
 
 
@@ -56,6 +57,7 @@ def assemble_parts(
 ) -> RunComponents:
     """Build the components, which stay open until the stack closes, and write the run's options once all of them
     exist."""
+    check_address(*run.agent.address, "agent.listen=")
     run_directory.write_tasks(directory, tasks)
     run_directory.check_journal(directory)
     chat = build_chat_renderer(run)
