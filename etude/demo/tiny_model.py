@@ -30,8 +30,9 @@ CONTEXT = 8192
 """The most bytes of a conversation."""
 
 
-def make_tiny_model(directory: Path, seed: int = 0) -> Path:
+def make_tiny_model(directory: Path | str, seed: int = 0) -> Path:
     """Write the model and its tokenizer as a Hugging Face directory, and return it."""
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     size = _write_tokenizer(directory)
     config = tiny_config(size, layers=1, hidden=32, heads=2, kv_heads=1, context=CONTEXT)

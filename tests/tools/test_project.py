@@ -26,7 +26,10 @@ def test_the_files_of_a_kind_pass_their_own_test(
     names = {"README.md", "data.jsonl", "run.yaml", "test_run.py", CODE[kind]}
     assert {file.name for file in directory.iterdir()} == names and all(name in written for name in names)
     assert len((directory / "data.jsonl").read_text().splitlines()) == 20
-    assert len(re.findall(r"^  (?:cd|python|etude) ", written, re.MULTILINE)) == 3
+    assert len(re.findall(r"^  (?:cd|python|hf|etude) ", written, re.MULTILINE)) == 4
+    readme = (directory / "README.md").read_text()
+    download = "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"
+    assert download in written and download in readme and "make_tiny_model('tiny')" in readme
     runpy.run_path(str(directory / "test_run.py"), run_name="__main__")
     assert not list(directory.glob("run*/")), "the test leaves nothing behind"
 

@@ -37,6 +37,7 @@ def show_new_project(directory: Path, kind: str) -> None:
         "",
         f"  cd {shlex.quote(str(directory))}",
         "  python test_run.py       # two steps with a tiny model, without a download",
+        "  hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B",
         "  etude train grpo --config run.yaml model.path=Qwen3-0.6B",
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
