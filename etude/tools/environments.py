@@ -55,13 +55,21 @@ def list_hubs() -> list[dict[str, Any]]:
 
 
 def show(console: Console | None = None) -> None:
-    """Print a table of the hubs. `etude env install` installs the packages of one."""
+    """Print a table of the hubs, and the Pythons of the installed ones on whole lines, from which they can be copied.
+
+    `etude env install` installs the packages of one.
+    """
+    console = console or make_console()
+    hubs = list_hubs()
     names = ("hub", "example of env.hub", "packages", "installed")
-    table = Table(*(Column(name, overflow="fold") for name in names))  # a path that is cut off cannot be copied
-    for hub in list_hubs():
-        needed = "no" if hub["packages"] else "needs none"
-        table.add_row(hub["name"], hub["example"], str(hub["packages"]), hub["python"] or needed)
-    (console or make_console()).print(table)
+    table = Table(*(Column(name, overflow="fold") for name in names))
+    for hub in hubs:
+        installed = "yes" if hub["python"] else "no" if hub["packages"] else "needs none"
+        table.add_row(hub["name"], hub["example"], str(hub["packages"]), installed)
+    console.print(table)
+    for hub in hubs:
+        if hub["python"]:
+            console.print(Text(f"{hub['name']}: {hub['python']}"), soft_wrap=True)
 
 
 def install(name: str) -> Path:
