@@ -421,7 +421,7 @@ def test_a_process_that_cannot_start_is_no_verdict(tmp_path: Path) -> None:
     path.write_text("def score(task, answer):\n    return 1.0\n")
     with Judge(FunctionReward(path=f"{path}:score"), JudgingConfig(workers=1)) as judge:
         path.write_text("raise RuntimeError('gone')")
-        with pytest.raises(RewardError, match=r"could not start: .*fickle\.py raised RuntimeError: gone"):
+        with pytest.raises(RewardError, match=r"could not start: .*fickle\.py raised RuntimeError in line 1: gone"):
             judged(judge, "a")
         path.write_text("def score(task, answer):\n    return 1.0\n")
         assert judged(judge, "a")[0].reward == 1.0

@@ -32,7 +32,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[HubPool]:
-    spec = ENV.hub_spec()
+    spec = Environment(ENV).hub_spec()
     assert spec is not None
     with HubPool(spec, 1) as pool:
         yield pool
