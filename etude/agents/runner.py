@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from etude.agents.agent import Agent
 from etude.agents.hooks import find_hooks
 from etude.agents.running_attempt import RunningAttempt
+from etude.agents.source_agents import refuse_other_agents
 from etude.agents.worker_threads import WorkerThreads
 from etude.errors import AgentError, EtudeError, IllegalTransitionError, NotFoundError, StoreError
 from etude.observe.log import get_logger
@@ -185,8 +186,21 @@ class Runner:
                 await self._changed.wait()
                 self._changed.clear()
                 continue
-            for claim in await self._retry(partial(self._queue.claim, self.name, free, self._timeouts.poll_s), "claim"):
+            claims = await self._retry(partial(self._queue.claim, self.name, free, self._timeouts.poll_s), "claim")
+            await self._refuse_other_mix(claims)
+            for claim in claims:
                 self._start_attempt(claim)
+
+    async def _refuse_other_mix(self, claims: Sequence[Claim]) -> None:
+        """Give claims of a run back that has agents which this runner lacks, and end with the reason."""
+        try:
+            for claim in claims:
+                refuse_other_agents(self._agent, claim.resources)
+        except AgentError as refusal:
+            report = AttemptReport(Outcome.INFRA_ERROR, str(refusal))
+            for claim in claims:
+                await self._retry(partial(self._queue.finish, claim.attempt_id, report), "finish")
+            raise
 
     def _start_attempt(self, claim: Claim) -> None:
         agent = self._agent.of_task(claim.task)

@@ -9,20 +9,17 @@ A runner has all of them. It calls the hooks and the set-up of each, and bounds 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
-from etude.agents.agent import Agent, CallSignature, load_agent
-from etude.agents.environment_agent import EnvironmentAgent
-from etude.errors import AgentError, StoreError
+from etude.agents.agent import Agent, CallSignature, as_agent, load_agent
+from etude.errors import AgentError
 from etude.protocols import Observation
 from etude.records import Message, Task
-from etude.store.queue.rollout_queue import RolloutQueue
 
-AGENTS_RESOURCE = "agents"
+AGENTS_RESOURCE = "etude/agents"
 """The resource by which a run of a mix tells runners which data sources have agents."""
-_NAMED = re.compile(r"([A-Za-z][\w.-]*)=(.+)")
 
 
 class SingleAnswer:
@@ -52,7 +49,7 @@ class SourceAgents(Agent):
         self.sources = dict(sources)
         self.has_others = others is not None
         """True if tasks of other data sources have an agent."""
-        self._others = others or EnvironmentAgent(SingleAnswer)
+        self._others = others or as_agent(SingleAnswer, "A single answer")
         members = self.members()
         limits = [member.max_concurrency for member in members if member.max_concurrency is not None]
         self.max_concurrency = min(limits, default=None)  # type: ignore[misc]
@@ -93,12 +90,11 @@ def describe_agents(path: str | None, sources: Mapping[str, str]) -> dict[str, A
     return {"sources": list(sources), "others": path is not None}
 
 
-async def check_agents(agent: Agent, queue: RolloutQueue) -> None:
-    """Refuse an agent that lacks a data source for which the run of a queue has an agent: its tasks would be played by
-    another one, or answered once."""
-    try:
-        wanted = (await queue.get_resource(AGENTS_RESOURCE)).value
-    except StoreError:  # no run of a mix has begun there
+def refuse_other_agents(agent: Agent, resources: Mapping[str, Any]) -> None:
+    """Refuse an agent that lacks a data source for which the run of a claim has an agent: its tasks would be played by
+    another one, or answered once. resources: those of the claim."""
+    wanted = resources.get(AGENTS_RESOURCE)
+    if wanted is None:
         return
     named = agent.sources if isinstance(agent, SourceAgents) else {}
     missing = [source for source in wanted["sources"] if source not in named]
@@ -116,14 +112,14 @@ async def check_agents(agent: Agent, queue: RolloutQueue) -> None:
 
 def split_names(words: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Return the agent's name, if one stands alone, and those of `source=name`."""
-    named = {word: _NAMED.fullmatch(word) for word in words}
-    alone = [word for word, match in named.items() if match is None]
+    alone = [word for word in words if "=" not in word or Path(word.rpartition(":")[0]).is_file()]
     if len(alone) > 1:
         raise AgentError(
             f"Two agents are given, {alone[0]} and {alone[1]}, and no data source. Give one, or write the data source "
             "of each before it: `shop=my_agent.py:solve`."
         )
-    return next(iter(alone), None), {match[1]: match[2] for match in named.values() if match is not None}
+    named = (word.partition("=") for word in words if word not in alone)
+    return next(iter(alone), None), {source: name for source, _, name in named}
 
 
 def join_names(path: str | None, sources: Mapping[str, str]) -> list[str]:

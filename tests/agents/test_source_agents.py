@@ -11,10 +11,10 @@ import pytest
 
 from etude.agents.agent import Agent, load_agent
 from etude.agents.execution.processes import ProcessRunners
+from etude.agents.runner import Runner
 from etude.agents.source_agents import (
     AGENTS_RESOURCE,
     SourceAgents,
-    check_agents,
     describe_agents,
     join_names,
     load_agents,
@@ -26,7 +26,7 @@ from etude.store import open_store
 from etude.store.http.server import serve
 from etude.store.journal.states import Status
 from etude.store.queue.local_queue import LocalRolloutQueue
-from etude.store.queue.rollout_queue import RolloutRequest
+from etude.store.queue.rollout_queue import RolloutLimits, RolloutQuery, RolloutRequest
 from tests.agents.execution.test_threads import through
 from tests.agents.rollout_queues import ONCE, QUICK, played
 
@@ -139,33 +139,36 @@ def test_agents_of_files_play_in_other_processes(tmp_path: Path) -> None:
     asyncio.run(queue.close())
 
 
-def test_a_runner_without_an_agent_of_the_run_is_refused(tmp_path: Path) -> None:
+def test_a_runner_without_an_agent_of_the_run_gives_its_tasks_back_and_ends(tmp_path: Path) -> None:
     names = write_agents(tmp_path)
 
-    async def check(path: str | None, sources: dict[str, str]) -> None:
+    async def refuse(queue: LocalRolloutQueue, path: str | None, sources: dict[str, str], message: str) -> None:
         agent = load_agents(path, sources)
         assert agent is not None
-        await check_agents(agent, queue)
+        with pytest.raises(AgentError, match=message):
+            await Runner(queue, agent, timeouts=QUICK).run()
 
-    async def check_all() -> None:
-        await check(names["talk"], {})
+    async def refuse_all() -> None:
+        queue = LocalRolloutQueue(open_store())
         await queue.put_resource(AGENTS_RESOURCE, describe_agents(names["talk"], names))
-        await check(names["talk"], names)
-        with pytest.raises(AgentError, match="has an agent for the data source `shop`, and this runner has none"):
-            await check(names["talk"], {})
-        with pytest.raises(AgentError, match=r"for the data source `mall`.*`etude runner shop=… mall=… talk=…`"):
-            await check(names["talk"], {name: names[name] for name in ("shop", "talk")})
-        with pytest.raises(AgentError, match="an agent for all other data sources, and this runner has none"):
-            await check(None, names)
+        (id,) = await queue.enqueue([RolloutRequest(Task(0, {}, "shop"), limits=RolloutLimits(max_attempts=1))])
+        lacking = "has an agent for the data source `shop`, and this runner has none"
+        await refuse(queue, names["talk"], {}, lacking)
+        shown = r"for the data source `mall`.*`etude runner shop=… mall=… talk=…`"
+        await refuse(queue, names["talk"], {name: names[name] for name in ("shop", "talk")}, shown)
+        await refuse(queue, None, names, "an agent for all other data sources, and this runner has none")
+        (state,) = (await queue.find(RolloutQuery(ids=(id,)))).rollouts
+        assert state.status is Status.QUEUED and len(state.attempts) == 3
         await queue.close()
 
-    queue = LocalRolloutQueue(open_store())
-    asyncio.run(check_all())
+    asyncio.run(refuse_all())
 
 
-def test_the_words_of_a_command_name_agents_and_their_sources() -> None:
-    words = ["shop=a.py:solve", "my.game-2=b.py:Game", "runs/x=1/c.py:other"]
-    assert split_names(words) == ("runs/x=1/c.py:other", {"shop": "a.py:solve", "my.game-2": "b.py:Game"})
+def test_the_words_of_a_command_name_agents_and_their_sources(tmp_path: Path) -> None:
+    (tmp_path / "x=1.py").touch()
+    alone = f"{tmp_path}/x=1.py:other"
+    words = ["shop=a.py:solve", "openai/gsm8k=b.py:Game", alone]
+    assert split_names(words) == (alone, {"shop": "a.py:solve", "openai/gsm8k": "b.py:Game"})
     assert split_names(join_names(*split_names(words))) == split_names(words)
     with pytest.raises(AgentError, match=r"Two agents are given, a\.py:b and c\.py:d, and no data source"):
         split_names(["a.py:b", "c.py:d"])

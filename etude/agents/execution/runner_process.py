@@ -25,7 +25,7 @@ from typing import BinaryIO
 from etude.agents.agent import Agent
 from etude.agents.execution.shutdown import bounded_exit, run_bounded
 from etude.agents.runner import Runner, RunnerTimeouts
-from etude.agents.source_agents import check_agents, load_agents, split_names
+from etude.agents.source_agents import load_agents, split_names
 from etude.child_process import reaper
 from etude.config.env import read_role, store_address
 from etude.errors import ConfigError, EtudeError
@@ -116,7 +116,6 @@ def run_spec(spec: RunnerSpec, control: BinaryIO | None = None) -> None:
 async def _run(spec: RunnerSpec, control: BinaryIO | None) -> None:
     queue = RemoteRolloutQueue(spec.url, spec.key)
     try:
-        await check_agents(spec.agent, queue)
         runner = Runner(
             queue,
             spec.agent,

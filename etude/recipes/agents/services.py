@@ -34,6 +34,7 @@ from etude.agents.runner import RunnerTimeouts
 from etude.agents.source_agents import AGENTS_RESOURCE, describe_agents, join_names, load_agents
 from etude.chat import ChatRenderer
 from etude.config.env import etude_command
+from etude.errors import NotFoundError
 from etude.observe import Last, Metrics, get_logger
 from etude.recipes.agents.hub_runner import HUB_RESOURCE, describe_hub
 from etude.recipes.agents.remote_store import (
@@ -138,8 +139,7 @@ def agent_services(
             url, own_url = options.store, reachable_url(serving.url, str(urlsplit(options.store).hostname))
         address = {"base_url": f"{reachable_url(own_url)}/v1", "model": endpoint.model}
         asyncio.run(_put_resource(queue, "endpoint", address))
-        if options.sources:
-            asyncio.run(_put_resource(queue, AGENTS_RESOURCE, describe_agents(options.path, options.sources)))
+        asyncio.run(_put_agents(queue, describe_agents(options.path, options.sources)))
         if isinstance(agent, HubAgent):
             asyncio.run(_put_resource(queue, HUB_RESOURCE, describe_hub(agent.spec)))
         check = _start_runners(options, agent, queue, keyring, url, directory, stack)
@@ -273,6 +273,18 @@ def _open_queues(url: str | None, journal: Journal, directory: Path, stack: Exit
     mirrored = MirroredRolloutQueue(url, keyring.admin, journal, epoch)
     stack.callback(lambda: loop.run(mirrored.close()))
     return _Queues(keyring, remote.with_epoch(epoch), mirrored, [renew_lease(url, keyring.admin, owner, epoch)])
+
+
+async def _put_agents(queue: RolloutQueue, agents: Mapping[str, Any]) -> None:
+    """Tell runners which data sources have agents. A run without a mix only corrects what an earlier one said."""
+    try:
+        changed = (await queue.get_resource(AGENTS_RESOURCE)).value != agents
+    except NotFoundError:
+        changed = bool(agents["sources"])
+    if changed:
+        await queue.put_resource(AGENTS_RESOURCE, agents)
+    if isinstance(queue, RemoteRolloutQueue):
+        await queue.close()  # its connections belong to this event loop
 
 
 async def _put_resource(queue: RolloutQueue, name: str, value: Mapping[str, Any]) -> None:
