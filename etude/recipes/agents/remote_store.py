@@ -184,9 +184,16 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
                 row_number = row if isinstance(row, int) else task.ordinal
                 new[task.ordinal] = TaskIssued(task.ordinal, row_number, task.source, task.fields, request.use)
             if id not in known:
-                events.append(
-                    RolloutQueued(id, task.ordinal, request.sample, request.use, request.limits, floor=request.floor)
+                queued = RolloutQueued(
+                    id,
+                    task.ordinal,
+                    request.sample,
+                    request.use,
+                    request.limits,
+                    floor=request.floor,
+                    resources=dict(request.resources),
                 )
+                events.append(queued)
         if new or events:
             self._journal.append([*new.values(), *events])
         for batch in _split_requests(requests):

@@ -296,13 +296,14 @@ class LocalRolloutQueue(RolloutQueue):
 
     async def _claim(self, leased: LeasedAttempt) -> Claim:
         expires_s = UNLIMITED_S if leased.limits.timeout_s is None else leased.limits.timeout_s + KEY_GRACE_S
-        names = [name for name in self._state.resources if name != OWNER_RESOURCE]
+        newest = {name: held[1] for name, held in self._state.resources.items() if name != OWNER_RESOURCE}
+        named = {name: (await self.get_resource(name, leased.resources[name])).value for name in leased.resources}
         return Claim(
             attempt_id=leased.attempt_id,
             task=leased.task,
             use=leased.use,
             limits=leased.limits,
-            resources={name: (await self.get_resource(name, leased.resources.get(name))).value for name in names},
+            resources={name: to_json_value(value, "value") for name, value in (newest | named).items()},
             model_key=self.keyring.model_key(leased.attempt_id, expires_s),
             reward_key=self.keyring.reward_key(leased.attempt_id, expires_s),
         )
