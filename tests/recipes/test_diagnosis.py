@@ -76,12 +76,14 @@ DEFECTS: dict[str, tuple[dict[str, Curve], dict[str, Any]]] = {
 }
 
 
-USUAL = [TaskRewards(row, 100 + row, times=3, answers=24, least=0.0, most=1.0) for row in range(16)]
-NEVER = [TaskRewards(row, 100 + row, times=2, answers=16, least=0.0, most=0.0) for row in range(16, 20)]
-ALWAYS = [TaskRewards(row, 100 + row, times=2, answers=16, least=1.0, most=1.0) for row in range(16, 30)]
+USUAL = [TaskRewards("", row, 100 + row, times=3, answers=24, least=0.0, most=1.0) for row in range(16)]
+NEVER = [TaskRewards("", row, 100 + row, times=2, answers=16, least=0.0, most=0.0) for row in range(16, 20)]
+ALWAYS = [TaskRewards("", row, 100 + row, times=2, answers=16, least=1.0, most=1.0) for row in range(16, 30)]
 ONCE = [replace(task, times=1, answers=8) for task in NEVER]
 """The rewards of rows: of tasks with both right and wrong answers, and of others."""
-TASKS = {"tasks never earn": USUAL + NEVER, "tasks always earn": USUAL + ALWAYS}
+GAMES = [TaskRewards("game", row, 300 + row, times=3, answers=24, least=-1.0, most=10.0) for row in range(16)]
+"""The tasks of another data source, which earn otherwise."""
+TASKS = {"tasks never earn": USUAL + NEVER + GAMES, "tasks always earn": USUAL + ALWAYS + GAMES}
 
 
 def findings(

@@ -75,6 +75,7 @@ class Series:
 class TaskRewards:
     """The rewards of a row of the data, over all times that the run used it as a task."""
 
+    source: str
     row: int
     newest: int
     """The ordinal of the newest task of the row."""
@@ -97,14 +98,13 @@ class Evidence:
         self.tasks = tasks
 
     @cached_property
-    def lowest_reward(self) -> float:
-        """The lowest reward of an answer; 0 without any."""
-        return min((task.least for task in self.tasks), default=0.0)
-
-    @cached_property
-    def highest_reward(self) -> float:
-        """The highest reward of an answer; 0 without any."""
-        return max((task.most for task in self.tasks), default=0.0)
+    def reward_ranges(self) -> dict[str, tuple[float, float]]:
+        """The lowest and the highest reward of an answer to a task of each data source."""
+        ranges: dict[str, tuple[float, float]] = {}
+        for task in self.tasks:
+            least, most = ranges.get(task.source, (task.least, task.most))
+            ranges[task.source] = (min(least, task.least), max(most, task.most))
+        return ranges
 
     @cached_property
     def _steps(self) -> NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from etude.recipes.diagnosis.evidence import Evidence, RunFinding, TaskRewards
 
@@ -15,13 +15,13 @@ NAMED_TASKS = 3
 
 
 def tasks_never_earn(evidence: Evidence) -> Iterator[RunFinding]:
-    """Find tasks whose answers all had the lowest reward of the run."""
+    """Find tasks whose answers all had the lowest reward of their data source."""
     tasks = _repeated(evidence)
-    never = [task for task in tasks if task.most == evidence.lowest_reward]
+    never = [task for task in tasks if task.most == evidence.reward_ranges[task.source][0]]
     if len(never) < max(FEWEST_TASKS, NEVER_SHARE * len(tasks)):
         return
     what = (
-        f"{_count(never, tasks)} have never earned more than {evidence.lowest_reward:g}, in "
+        f"{_count(never, tasks)} have never earned more than {_rewards(task.most for task in never)}, in "
         f"{sum(task.answers for task in never)} answers: {_name(never)}."
     )
     remedy = (
@@ -32,13 +32,13 @@ def tasks_never_earn(evidence: Evidence) -> Iterator[RunFinding]:
 
 
 def tasks_always_earn(evidence: Evidence) -> Iterator[RunFinding]:
-    """Find tasks whose answers all had the highest reward of the run."""
+    """Find tasks whose answers all had the highest reward of their data source."""
     tasks = _repeated(evidence)
-    always = [task for task in tasks if task.least == evidence.highest_reward]
+    always = [task for task in tasks if task.least == evidence.reward_ranges[task.source][1]]
     if len(always) < max(FEWEST_TASKS, ALWAYS_SHARE * len(tasks)):
         return
     what = (
-        f"{_count(always, tasks)} have earned {evidence.highest_reward:g} with each of their "
+        f"{_count(always, tasks)} have earned {_rewards(task.least for task in always)} with each of their "
         f"{sum(task.answers for task in always)} answers, and teach nothing: {_name(always)}."
     )
     remedy = "`data.sampler=curriculum` lets such rows pause. Or leave them out, and add harder tasks."
@@ -46,10 +46,16 @@ def tasks_always_earn(evidence: Evidence) -> Iterator[RunFinding]:
 
 
 def _repeated(evidence: Evidence) -> list[TaskRewards]:
-    """Return the tasks with enough answers; none if all answers of the run had the same reward."""
-    if evidence.lowest_reward == evidence.highest_reward or not len(evidence.series("reward")):
+    """Return the tasks with enough answers, but those of data sources whose answers all had the same reward."""
+    if not len(evidence.series("reward")):
         return []
-    return [task for task in evidence.tasks if task.times >= FEWEST_TIMES and task.answers >= FEWEST_ANSWERS]
+    differ = {source for source, (least, most) in evidence.reward_ranges.items() if least < most}
+    tasks = (task for task in evidence.tasks if task.source in differ)
+    return [task for task in tasks if task.times >= FEWEST_TIMES and task.answers >= FEWEST_ANSWERS]
+
+
+def _rewards(values: Iterable[float]) -> str:
+    return " or ".join(f"{value:g}" for value in sorted(set(values)))
 
 
 def _count(found: Sequence[TaskRewards], tasks: Sequence[TaskRewards]) -> str:

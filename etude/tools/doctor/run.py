@@ -118,16 +118,16 @@ def _find_missing_images(store: Journal) -> list[str]:
 
 def read_task_rewards(store: Journal, reward_of: RewardGetter) -> list[TaskRewards]:
     """Return the rewards of each row that training used as a task, by row. Rollouts without a reward do not count."""
-    rows = {task.id: task.row for task in store.iter_states(TaskState, use="train")}
-    rewards: dict[int, list[float]] = defaultdict(list)
-    tasks: dict[int, set[int]] = defaultdict(set)
+    rows = {task.id: (task.source, task.row) for task in store.iter_states(TaskState, use="train")}
+    rewards: dict[tuple[str, int], list[float]] = defaultdict(list)
+    tasks: dict[tuple[str, int], set[int]] = defaultdict(set)
     for state in store.iter_states(RolloutState, use="train"):
         reward = reward_of(state)
         if reward is not None:
             rewards[rows[state.task]].append(reward)
             tasks[rows[state.task]].add(state.task)
     return [
-        TaskRewards(row, max(tasks[row]), len(tasks[row]), len(earned), min(earned), max(earned))
+        TaskRewards(*row, max(tasks[row]), len(tasks[row]), len(earned), min(earned), max(earned))
         for row, earned in sorted(rewards.items())
     ]
 
