@@ -336,9 +336,12 @@ def _limit(processor: Settings, kind: str, max_pixels: int) -> None:
         )
     if _DEFAULTS[kind] is _BUDGET:
         square = (processor["patch_size"] * processor["pooling_kernel_size"]) ** 2
-        processor["max_soft_tokens"] = max(
-            (each for each in BUDGETS if each * square <= max_pixels), default=BUDGETS[0]
-        )
+        if max_pixels < BUDGETS[0] * square:
+            raise ConfigError(
+                f"A model of the kind `{kind}` makes {BUDGETS[0]} tokens of an image at least, which are "
+                f"{BUDGETS[0] * square} pixels, and `vision.max_pixels` is {max_pixels}. Raise it, or leave it out."
+            )
+        processor["max_soft_tokens"] = max(each for each in BUDGETS if each * square <= max_pixels)
         return
     size = processor["size"]
     if _DEFAULTS[kind] is _PATCHES:

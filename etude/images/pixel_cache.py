@@ -22,8 +22,8 @@ T = TypeVar("T")
 Content: TypeAlias = bytes | Callable[[], bytes]
 """The bytes of an image, or a function that returns them, which is called if the image is not kept."""
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-"""The most images that are read at a time: more would only take memory."""
+THREADS = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
+"""The most images that are read at a time. One of 50 million pixels takes 200 MB while it is decoded."""
 MAX_BYTES = 2**29
 """The most bytes of images that are kept: 512 MiB."""
 MAX_PNG_BYTES = 2**28
@@ -37,7 +37,7 @@ class PixelCache:
         self.reader = reader
         self._resized: SharedCache[ResizedImage] = SharedCache(lambda image: image.parts.nbytes, max_bytes)
         self._pngs: SharedCache[bytes] = SharedCache(len, MAX_PNG_BYTES)
-        self._threads = ThreadPoolExecutor(CORES, thread_name_prefix="etude-images")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="etude-images")
 
     @classmethod
     def load(cls, directory: Path, max_pixels: int | None = None) -> PixelCache:
@@ -45,7 +45,7 @@ class PixelCache:
         return cls(PixelReader.load(directory, max_pixels))
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run something that reads images on a thread for it. There are as many as cores."""
+        """Run something that reads images on one of the threads for it."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def read_all(self, contents: Mapping[str, Content]) -> list[Pixels]:

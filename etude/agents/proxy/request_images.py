@@ -35,7 +35,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class ImageQuota:
-    """The images that one attempt has brought into the store. Those that the store had are not among them."""
+    """The images that one attempt has sent, but for those that the endpoint had in memory."""
 
     def __init__(self) -> None:
         self._digests: set[str] = set()

@@ -84,8 +84,11 @@ def read_batch(examples: Examples, chosen: Sequence[int], put: PutBytes = bytes)
     """Return the batch of some examples, with their images. put: stores the bytes of an image where the ranks can read
     them, and returns a handle."""
     sources = examples.sources()
-    contents = {digest: content for index in chosen for digest, content in examples.images(index).items()}
-    images = {digest: put(content) for digest, content in contents.items()}
+    images: dict[str, bytes | StoredBytes] = {}
+    for index in chosen:
+        for digest, content in examples.images(index).items():
+            if digest not in images:
+                images[digest] = put(content)
     return batch_of([examples[index] for index in chosen], [sources[index] for index in chosen], images)
 
 
