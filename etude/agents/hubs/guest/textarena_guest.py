@@ -25,8 +25,10 @@ import textarena
 load = importlib.import_module("trl_guest").load  # that file stands beside this one
 RANDOM = "random"
 EXAMPLE = "env.kwargs.opponent=my_opponent.py:move"
-CHECKED_MOVES = 50
-"""Moves of the model's seat in the game that is played at random before the run begins."""
+CHECKED_GAMES = 3
+"""Games that are played at random before the run begins."""
+CHECKED_MOVES = 200
+"""The most moves of the model's seat in each of them."""
 _random_lock = threading.Lock()
 """Held while a game computes: games draw from the random numbers of the whole process."""
 
@@ -66,13 +68,15 @@ class Hub:
     def _check(self, *, has_opponent: bool) -> None:
         """Begin a game in the last seat, for which the others move first. Refuse what cannot be played.
 
-        Where the opponent plays at random, a game of such moves must come to its end.
+        Where the opponent plays at random, games of such moves must come to their end.
         """
+        at_random = has_opponent and self._opponent is None
         try:
-            game = Game(self._make(), self._players, self._players - 1, self._opponent)
-            game.reset({"prompt": "", "seed": 0})
-            if has_opponent and self._opponent is None:
-                game.play_at_random(CHECKED_MOVES)
+            for seed in range(CHECKED_GAMES if at_random else 1):
+                game = Game(self._make(), self._players, self._players - 1, self._opponent)
+                game.reset({"prompt": "", "seed": seed})
+                if at_random:
+                    game.play_at_random(CHECKED_MOVES)
         except AssertionError as error:
             remedy = "" if has_opponent else f" Give the others an opponent: `env.kwargs.opponent={RANDOM}`."
             players = "one player" if self._players == 1 else f"{self._players} players"
@@ -147,6 +151,8 @@ class Game:
             self._play_others()
             if not self._done:
                 self._observe()
+        if not self._done:
+            raise ValueError(f"a game of random moves did not end after {moves} of them. Write a function: `{EXAMPLE}`")
 
     def _play_others(self) -> None:
         """Make the moves of the other seats, until it is the model's turn."""
