@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import ImageError
-from etude.images import ImageLayout, ImageSpan, PatchGrid, Tiles
+from etude.images import ImageLayout, ImageSpan, PatchBudget, PatchGrid, Tiles
 from etude.images.decoding import plain_png
 from etude.images.pixel_cache import PixelCache
 from etude.images.pixels import Pixels
@@ -89,6 +89,10 @@ def _sizes(layout: ImageLayout, prompt: int) -> Iterator[tuple[int, int]]:
         case Tiles():
             for part in (1, 2, 3, 4, 8):
                 yield layout.longest, layout.longest // part
+        case PatchBudget():
+            rows = next(rows for rows in range(math.isqrt(layout.budget), 0, -1) if layout.budget % rows == 0)
+            yield layout.budget // rows * layout.square, rows * layout.square
+            yield 1, 1
         case _:
             yield 1, 1
 
