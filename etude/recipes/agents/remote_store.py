@@ -45,6 +45,7 @@ from etude.store.http.forms import encode_as
 from etude.store.http.remote_queue import RemoteRolloutQueue
 from etude.store.http.request_limits import VALUES
 from etude.store.journal.json_values import to_json
+from etude.store.queue.checks import queue_rollout
 from etude.store.queue.rollout_queue import Ended, QueueOwner, RolloutPage, RolloutQuery, RolloutRequest
 from etude.store.queue.stored_images import store_images
 
@@ -184,16 +185,7 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
                 row_number = row if isinstance(row, int) else task.ordinal
                 new[task.ordinal] = TaskIssued(task.ordinal, row_number, task.source, task.fields, request.use)
             if id not in known:
-                queued = RolloutQueued(
-                    id,
-                    task.ordinal,
-                    request.sample,
-                    request.use,
-                    request.limits,
-                    floor=request.floor,
-                    resources=dict(request.resources),
-                )
-                events.append(queued)
+                events.append(queue_rollout(id, request))
         if new or events:
             self._journal.append([*new.values(), *events])
         for batch in _split_requests(requests):

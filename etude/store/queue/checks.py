@@ -10,10 +10,11 @@ from typing import Any
 
 from etude.errors import IllegalTransitionError, NotFoundError, RewardError
 from etude.records import Task
-from etude.store.journal.events import AttemptRewarded, Event, TaskIssued
+from etude.store.journal.events import AttemptRewarded, Event, RolloutQueued, TaskIssued
 from etude.store.journal.journal import Transaction
 from etude.store.journal.json_values import to_json_value
 from etude.store.journal.states import AttemptState, RolloutState, Status, TaskState
+from etude.store.queue.owner_lease import OWNER_RESOURCE
 from etude.store.queue.records import AttemptId, RolloutRequest
 from etude.store.queue.rollout_limits import RolloutLimits, RolloutPurpose
 
@@ -115,6 +116,21 @@ def issue_task(txn: Transaction, task: Task, use: RolloutPurpose) -> list[Event]
     return []
 
 
+def queue_rollout(id: int, request: RolloutRequest, epoch: int = 0) -> RolloutQueued:
+    """Return the event that queues a rollout. epoch: of the owning run."""
+    return RolloutQueued(
+        id,
+        request.task.ordinal,
+        request.sample,
+        request.use,
+        request.limits,
+        epoch,
+        request.greedy,
+        request.floor,
+        dict(request.resources),
+    )
+
+
 def is_already_queued(txn: Transaction, new: Mapping[int, RolloutRequest], id: int, request: RolloutRequest) -> bool:
     """Return whether a rollout of this id was queued before with the same content; refuse other content."""
     if id in new:
@@ -139,6 +155,18 @@ def _request_fields(request: RolloutRequest) -> tuple[object, ...]:
         request.greedy,
         dict(request.resources),
     )
+
+
+def check_versions(wanted: Mapping[str, int], resources: Mapping[str, tuple[int, Any]]) -> None:
+    """Refuse versions of resources that do not exist. resources: the newest version of each, and its value."""
+    for name, version in wanted.items():
+        newest = resources[name][0] if name in resources and name != OWNER_RESOURCE else 0
+        if not 1 <= version <= newest:
+            has = f"has the versions 1 to {newest}" if newest else "does not exist"
+            raise NotFoundError(
+                f"A rollout is to get version {version} of the resource '{name}', which {has}. Put the resource "
+                "first: `put_resource` returns its version."
+            )
 
 
 def is_same_task(left: Task, right: Task) -> bool:

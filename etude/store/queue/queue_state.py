@@ -24,7 +24,6 @@ from etude.store.journal.events import (
     ResourcePut,
     RolloutCancelled,
     RolloutExpired,
-    RolloutQueued,
     RolloutResumed,
     RolloutSealed,
 )
@@ -33,6 +32,7 @@ from etude.store.journal.json_values import to_json_value
 from etude.store.journal.states import Phase, ResourceState, RolloutState, Status, TaskState
 from etude.store.queue.attempt_ends import ENDED, INTERRUPTED, AttemptEnds
 from etude.store.queue.checks import (
+    check_versions,
     conflict_error,
     count_drawn,
     get_attempt,
@@ -41,6 +41,7 @@ from etude.store.queue.checks import (
     is_same_task,
     issue_task,
     limits_of,
+    queue_rollout,
     stop_reason,
 )
 from etude.store.queue.lease_table import Deadline, LeaseTable
@@ -162,20 +163,9 @@ class QueueState:
                     forgiven = len(state.attempts) if request.forgive else state.forgiven
                     events.append(RolloutResumed(id, self.owner_lease.epoch, request.floor, forgiven))
                 continue
-            self._check_versions(request.resources)
+            check_versions(request.resources, self.resources)
             new[id] = request
-            queued = RolloutQueued(
-                id,
-                ordinal,
-                request.sample,
-                request.use,
-                request.limits,
-                self.owner_lease.epoch,
-                request.greedy,
-                request.floor,
-                dict(request.resources),
-            )
-            events.append(queued)
+            events.append(queue_rollout(id, request, self.owner_lease.epoch))
         txn.append(events)
         self._next_id = next_id
         now = running_time()
@@ -275,17 +265,6 @@ class QueueState:
         txn.append([put])
         self.resources[name] = version, put.value
         return version
-
-    def _check_versions(self, wanted: Mapping[str, int]) -> None:
-        """Refuse versions of resources that do not exist."""
-        for name, version in wanted.items():
-            newest = self.resources[name][0] if name in self.resources and name != OWNER_RESOURCE else 0
-            if not 1 <= version <= newest:
-                has = f"has the versions 1 to {newest}" if newest else "does not exist"
-                raise NotFoundError(
-                    f"A rollout is to get version {version} of the resource '{name}', which {has}. Put the resource "
-                    "first: `put_resource` returns its version."
-                )
 
     def runners(self) -> list[RunnerState]:
         """Return the runners that were active lately, with their leased attempts."""
