@@ -303,7 +303,7 @@ class FakeFloatMode(MemoryTrackingMode):  # type: ignore[no-untyped-call]
             with self._fake_mode:
                 return SHAPES[func](*args, **kwargs)
         if func in INDEXED_OPS:
-            args = (args[0], _without_masks(args[1]), *args[2:])
+            return func(args[0], _without_masks(args[1]), *args[2:], **kwargs)
         if func is _aten._local_scalar_dense.default:
             return _placeholder_value(args[0])
         if func is _aten.equal.default:
