@@ -44,6 +44,10 @@ class PixelCache:
         """Return a cache for the model in a directory. max_pixels: as for `PixelReader.load`."""
         return cls(PixelReader.load(directory, max_pixels))
 
+    def close(self) -> None:
+        """End the threads. No image is read after this."""
+        self._threads.shutdown(cancel_futures=True)
+
     async def run(self, work: Callable[[], T]) -> T:
         """Run something that reads images on one of the threads for it."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

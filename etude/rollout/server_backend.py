@@ -228,6 +228,11 @@ class ServerBackend(ABC):
                 f"left to draw. Leave `{name}` out, or choose `rollout=embedded`."
             )
 
+    def close(self) -> None:
+        """End the threads that read images, once the pool of its servers closes."""
+        if self.images is not None:
+            self.images.pixels.close()
+
     @abstractmethod
     def image_refusal(self, layout: ImageLayout) -> str:
         """Return the sentence that refuses images of this layout; empty if they are taken."""

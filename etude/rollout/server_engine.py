@@ -376,6 +376,11 @@ class ServerEngine(ServerClient):
         self.adapters.forget()
         self._sent_images.clear()
 
+    async def close(self) -> None:
+        """Close the connections, and end the threads that read images."""
+        await super().close()
+        self.backend.close()
+
     async def abort_or_disconnect(self) -> None:
         """End the requests under way, since their weights are unknown.
 
