@@ -192,6 +192,8 @@ def test_every_option_of_agents_is_tested() -> None:
         *("failed_reward", "tags", "parameters", "max_calls", "listen"),
         *("external", "store"),  # in test_external.py and test_remote_store.py
         "strict",  # in tests/agents/proxy/test_ignored.py
+        "image_hosts",  # in tests/agents/proxy/test_images.py
+        "sources",  # in tests/agents/test_source_agents.py and tests/recipes/test_mixes.py
     }
 
 
