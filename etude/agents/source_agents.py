@@ -35,7 +35,7 @@ class SingleAnswer:
         return Observation()
 
     async def step(self, answer: Message) -> Observation:  # noqa: ARG002
-        """End, whatever the answer is."""
+        """End the rollout."""
         return Observation(done=True)
 
 

@@ -24,8 +24,8 @@ class EntropyConfig(Config):
     where a reasoning branches. The others are dropped from the policy loss and still count in its denominators. Assumes
     that entropies are π_old's. They are known before the update, so the pick does not depend on the micro-batch.
     Ours: the share of all action tokens is rounded to a whole number, at least one. Tokens as uncertain as the last one
-    picked are picked too, so that neither the order of tokens nor the split over ranks matters. Those that differ by
-    rounding alone are told apart by it, and it depends on the size of the passes that computed them.
+    picked are picked too, so that neither the order of tokens nor the split over ranks matters. Entropies
+    that differ by rounding alone count as different, and rounding depends on the size of the passes.
     """
 
     coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus in the loss; 0 is off")

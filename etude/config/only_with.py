@@ -2,8 +2,8 @@
 
 metric: Annotated[str, OnlyWith("collect.refill", bool, "needs `collect.refill`. Leave it out.")] = Field(…)
 
-A mark on a section is for all its options. Of several marks on one field, the first that forbids it is told. A mark
-may also name an option of the same section, as `.refill` here.
+A mark on a section is for all its options. Of several marks on one field, the error names the first that forbids it. A
+mark may also name an option of the same section, such as `.refill`.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ class SupervisedDataConfig(DataFiles, ABC):
             self.tokenize_row(table.row(row), chat, table.location(row), images)
             return images.contents
 
-        examples, rows_with_reasoning = Examples(name, len(table), read_images), 0
+        examples = Examples(name, len(table), read_images)
+        rows_with_reasoning = 0
         for row in range(len(table)):
             values, where = table.row(row), table.location(row)
             example = self.tokenize_row(values, chat, where, TaskImages(where, table.directory(row)))

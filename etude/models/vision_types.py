@@ -17,7 +17,7 @@ ON_A_GRID = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"})
 IN_TILES = frozenset({"smolvlm", "idefics3"})
 """The model types whose images are cut into tiles."""
 BY_BUDGET = frozenset({"gemma4"})
-"""The model types whose layers have embeddings of each token of their own. An image token has those of padding."""
+"""The model types whose layers may have embeddings of tokens too. An image token takes those of padding there."""
 ImageAttention: TypeAlias = Literal["causal", "both ways", "in windows"]
 """The tokens of an image see those before them, or all of the image: in each layer, or in layers with a window."""
 BOTH_WAYS = frozenset({"gemma3"})

@@ -115,7 +115,8 @@ def measure_matmul_flops(
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     rows = min(size, 256)
     a[:rows, :rows] @ b[:rows, :rows]  # the first product also waits for threads and kernels
-    best, until = 0.0, clock() + seconds
+    best = 0.0
+    until = clock() + seconds
     while True:
         start = _now(device, clock)
         a[:rows, :rows] @ b[:rows, :rows]

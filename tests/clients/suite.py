@@ -52,8 +52,10 @@ CLIENTS: dict[str, tuple[str, ...]] = {
 """The packages of each script."""
 FEATURES = ("call", "stream", "tools", "exact", "structured", "error", "drop")
 ANSWER, NUMBER, SECRET = "It is  done.", "1, ", "heliotrope"
-UNKNOWN, COLOURS = "nobody", ("red", "blue")
-"""A model that the endpoint does not have, and the answers of the form that is asked for."""
+UNKNOWN = "nobody"
+"""A model that the endpoint does not have."""
+COLOURS = ("red", "blue")
+"""The answers of the form that is asked for."""
 AGAIN, COUNTS = "<|again|>", "<|counts|>"
 PIECES = {
     "<|looks|>": '<code>\nprint( look("notes") )\n</code>',

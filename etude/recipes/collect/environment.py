@@ -254,7 +254,8 @@ class Environment:
 
     def prepare(self) -> None:
         """Refuse an environment or tools that could not be created when a rollout begins."""
-        options, section = self.options, self.section
+        options = self.options
+        section = self.section
         if not options.names_one:
             raise ConfigError(
                 f"`{section}` names no environment: give `{section}.path`, `{section}.tools` or `{section}.hub`. Or "

@@ -237,7 +237,8 @@ class _DryRun(DryRun[Run]):
             self.kept_alive += [caches, engine, prepacked, features]
 
     def _learn(self, worker: PolicyWorker) -> None:
-        run, batch = self.run, worst_case_batch(self.run, self.row, self.images)
+        run = self.run
+        batch = worst_case_batch(run, self.row, self.images)
         if run.records_routes:
             batch = batch.replace(routes=torch.tensor(worker.served_routes().blank(batch.num_tokens)))
         columns = run.model_columns() - self._absent_columns()

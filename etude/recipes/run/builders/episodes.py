@@ -40,7 +40,8 @@ def build_episode_players(
     refuse_uncallable_tools(env, chat)
 
     def build(environment: Environment) -> EpisodePlayer:
-        options, section = environment.options, environment.section
+        options = environment.options
+        section = environment.section
         if options.max_tokens is not None and options.max_tokens > max_total_tokens:
             raise ConfigError(
                 f"`{section}.max_tokens={options.max_tokens}` is more than the {max_total_tokens} tokens that the "

@@ -76,7 +76,7 @@ def _conflicts(run: Recipe, where: Path) -> Iterator[str]:
 
 def _server_refusals(run: Recipe, servers: ServerConfig, where: Path) -> Iterator[str]:
     """Yield the sentence with which servers refuse images of this model, if they do."""
-    with suppress(ConfigError):  # a processor that cannot be read is told above
+    with suppress(ConfigError):  # `check_vision` refuses a processor that cannot be read
         layout = read_image_layout(where, run.vision.max_pixels)
         refusal = "" if layout is None else servers.create_backend().image_refusal(layout)
         if refusal:
