@@ -60,6 +60,17 @@ async def answer(
     return list(await asyncio.gather(*calls))
 
 
+async def answer_together(engine: TorchEngine, prompts: Sequence[Prompt], tokens: int) -> list[Completion]:
+    """Sample answers that begin at once, however long the images of each take to read."""
+    await engine.pause()
+    answers = asyncio.create_task(answer(engine, prompts, tokens=tokens))
+    async with asyncio.timeout(60):
+        while engine.stats().reduce()["engine/waiting"] < 2 * len(prompts):
+            await asyncio.sleep(0.01)
+    await engine.resume()
+    return await answers
+
+
 def follow(shown: Shown, prompts: Sequence[Prompt], answers: Sequence[Completion]) -> None:
     """Check that the log-probs of answers, several of each prompt, are those of the model."""
     tries = len(answers) // len(prompts)
@@ -109,8 +120,7 @@ def test_preempted_requests_and_dropped_features_change_nothing(family: str) -> 
     options = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 24}
     with engine_of(shown.model, images=reader, blocks=blocks, **options) as engine:
         engine._steps.features._max_features = 1
-        asyncio.run(answer(engine, prompts, tokens=1, tries=1))  # pixels are read once, so that all requests meet
-        crowded = asyncio.run(answer(engine, prompts, tokens=24))
+        crowded = asyncio.run(answer_together(engine, prompts, tokens=24))
         assert engine.stats().reduce()["engine/preemptions"] > 0
         assert engine._steps.features.encoded > 4
         assert len(Watched.threads) > 4 and {name.partition("_")[0] for name in Watched.threads} == {"etude-images"}
