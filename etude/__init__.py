@@ -16,14 +16,18 @@ if TYPE_CHECKING:
     from etude.agents.hooks import on
     from etude.launch import train
     from etude.ppo_trainer import PPOTrainer, RLConfig, Trajectories
+    from etude.prompts.apo import APO
+    from etude.prompts.gepa import GEPA
     from etude.trainer import RL, Algorithm, Baseline, Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [  # noqa: RUF022 (as `sorted` has them)
+    "APO",
     "Agent",
     "Algorithm",
     "Baseline",
+    "GEPA",
     "PPOTrainer",
     "RL",
     "RLConfig",
@@ -43,6 +47,8 @@ _read = lazy_getattr(
     {
         "ppo_trainer": ("PPOTrainer", "RLConfig", "Trajectories"),
         "trainer": ("RL", "Algorithm", "Baseline", "Trainer"),
+        "prompts.apo": ("APO",),
+        "prompts.gepa": ("GEPA",),
         "agents.agent": ("Agent", "agent"),
         "agents.command": ("command",),
         "agents.hooks": ("on",),

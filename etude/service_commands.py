@@ -12,6 +12,26 @@ from etude.errors import ConfigError
 from etude.help_texts import ENGINE_INSTALL, ENV, RUNNER, SERVE, STORE, VIEW
 from etude.lazy import pause_gc
 
+OPTIMIZE_PROMPT = """\
+The agent reads the prompt as `resources["prompt"]`. A prompt's score is the
+mean reward of its rollouts on data.val, or on data.train without it.
+apo is a beam search; gepa is the package gepa (pip install 'etude[gepa]').
+
+examples:
+  etude optimize-prompt apo my-model --prompt prompt.txt \\
+      agent.path=my_agent.py:solve data.train=[train.jsonl] data.val=[val.jsonl]
+  etude optimize-prompt gepa runs/mine --prompt prompt.txt --max-rollouts 400 \\
+      --writer gpt agent.external=models.yaml"""
+SEARCH_FLAGS = {
+    "--rounds": ("beam_rounds", "apo: rounds of new prompts (default 3)"),
+    "--width": ("beam_width", "apo: prompts that a round keeps (default 4)"),
+    "--branches": ("branch_factor", "apo: new prompts for each that is kept (default 4)"),
+    "--batch": ("gradient_batch_size", "apo: tasks that the writer sees for a new prompt (default 4)"),
+    "--val-batch": ("val_batch_size", "apo: held-out tasks that a round scores its prompts on (default 16)"),
+    "--max-rollouts": ("max_rollouts", "gepa: rollouts after which no new prompt is tried (default 200)"),
+}
+"""The numbers of each search: the flag, the field, and the help."""
+
 
 def add_service_commands(commands: Any) -> None:
     """Add the commands of this file to those of `etude`."""
@@ -21,6 +41,7 @@ def add_service_commands(commands: Any) -> None:
     _add_runner(commands)
     _add_engine(commands)
     _add_env(commands)
+    _add_optimize_prompt(commands)
 
 
 def _runner(arguments: argparse.Namespace) -> None:
@@ -90,6 +111,47 @@ def _view(arguments: argparse.Namespace) -> None:
     from etude.view.server import serve_viewer
 
     serve_viewer(arguments.where, arguments.listen, open_browser=not arguments.no_browser)
+
+
+def _add_optimize_prompt(commands: Any) -> None:
+    summary = "search for a better prompt of an agent, without training the model"
+    command = add_run_command(commands, "optimize-prompt", summary, OPTIMIZE_PROMPT, "apo|gepa RUN|MODEL ")
+    command.add_argument("--prompt", type=Path, metavar="FILE", help="text file of the first prompt")
+    writer = "model that writes prompts: `served` (default), or a name of `agent.external`"
+    command.add_argument("--writer", default="served", metavar="NAME", help=writer)
+    out = "directory of the search (default: a new one in runs); a stopped search continues in it"
+    command.add_argument("--out", type=Path, metavar="DIRECTORY", help=out)
+    for flag, (field, text) in SEARCH_FLAGS.items():
+        command.add_argument(flag, type=int, dest=field, metavar="N", help=text)
+    command.add_argument("--seed", type=int, metavar="N", help="seed of the search (default 0)")
+    command.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    command.set_defaults(command=_optimize_prompt)
+
+
+def _optimize_prompt(arguments: argparse.Namespace) -> None:
+    from etude.store import check_serving_installed
+
+    check_serving_installed()
+    from etude.recipes.run_argument import resolve_run
+
+    kind, *words = arguments.overrides or [""]
+    if kind not in ("apo", "gepa"):
+        raise ConfigError("Name the search first: `etude optimize-prompt apo MODEL …`, or `gepa`.")
+    if arguments.prompt is None:
+        raise ConfigError("Name a text file with the prompt to begin with: `--prompt prompt.txt`.")
+    run, _ = resolve_run(words, arguments.config, "optimize-prompt")
+    if run.model.path is None:
+        raise ConfigError(
+            "Name a run's directory or a model's after the search: `etude optimize-prompt apo runs/mine`."
+        )
+    fields = ("writer", "seed", *(field for field, _ in SEARCH_FLAGS.values()))
+    settings = {field: value for field in fields if (value := getattr(arguments, field)) is not None}
+    with pause_gc():
+        from etude.prompts.command import optimize_prompt
+
+    result = optimize_prompt(run, kind, arguments.prompt, arguments.out, settings)
+    if arguments.json:
+        print(json.dumps(result))
 
 
 def _add_view(commands: Any) -> None:

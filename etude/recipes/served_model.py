@@ -12,13 +12,17 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 from etude.agents.agent import Agent
+from etude.chat import ChatRenderer
+from etude.chat.messages import content_text
 from etude.data import Dataset
 from etude.data.table import DatasetLike
+from etude.errors import EngineError
 from etude.recipes.agents.services import AgentServices
 from etude.recipes.collect.rollouts import PlayedRollout
+from etude.recipes.collect.sampling import derived_seed
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.hub import locate_data, resolve_hub_names
 from etude.recipes.inference import load_for_inference
@@ -26,10 +30,17 @@ from etude.recipes.run.builders.collection import RolloutBuilder
 from etude.recipes.run.config import Run
 from etude.recipes.run.rules import checks
 from etude.recipes.servers.reward_models import load_reward_models
+from etude.records import Message
 from etude.rewards import Judge
+from etude.rollout import ServerPool, TorchEngine
 from etude.rollout.engine_thread import release_omp_workers
 from etude.store import Journal, RolloutState, open_store
-from etude.store.queue.rollout_queue import RolloutQueue, RolloutRequest
+from etude.store.journal.states import Status
+from etude.store.queue.bounds import MAX_ITEMS
+from etude.store.queue.rollout_queue import RolloutPurpose, RolloutQueue, RolloutRequest
+
+MAX_ASKED_TOKENS = 2048
+"""The most tokens of an answer to `ask`."""
 
 
 @dataclass
@@ -40,6 +51,9 @@ class ServedModel:
     store: Journal
     agents: AgentServices = field(repr=False)
     loop: LoopThread = field(repr=False)
+    chat: ChatRenderer = field(repr=False)
+    engine: TorchEngine | ServerPool = field(repr=False)
+    max_total_tokens: int
 
     def __post_init__(self) -> None:
         newest = next(self.store.iter_states(RolloutState, backwards=True), None)
@@ -49,7 +63,7 @@ class ServedModel:
         self,
         tasks: DatasetLike,
         resources: Mapping[str, Any] | None = None,
-        use: Literal["train", "val"] = "val",
+        use: RolloutPurpose = "val",
     ) -> list[PlayedRollout]:
         """Have the agent play each task once, and return the results in the order of the tasks.
 
@@ -58,13 +72,19 @@ class ServedModel:
         them, also where another call stores others meanwhile. use: the sampling
         options of the answers: `sampling` for train, `evaluate.sampling` for val.
         """
-        dataset = Dataset.load(locate_data(tasks, "tasks"), self.run.data.columns, requires_prompt=False)
-        rollouts = [(next(self._ids), row) for row in range(len(dataset))]
-        return self.loop.run(
-            self._play_all([RolloutRequest(dataset.task(row, id), 0, id, use) for id, row in rollouts], resources or {})
-        )
+        dataset = self.load(tasks)
+        return self.loop.run(self.play_rows(dataset, range(len(dataset)), resources or {}, use))
 
-    async def _play_all(self, wanted: Sequence[RolloutRequest], resources: Mapping[str, Any]) -> list[PlayedRollout]:
+    def load(self, tasks: DatasetLike) -> Dataset:
+        """Open tasks, for `play_rows`."""
+        return Dataset.load(locate_data(tasks, "tasks"), self.run.data.columns, requires_prompt=False)
+
+    async def play_rows(
+        self, dataset: Dataset, rows: Sequence[int], resources: Mapping[str, Any], use: RolloutPurpose = "val"
+    ) -> list[PlayedRollout]:
+        """Have the agent play some rows of tasks. Called on `loop`; the rest as for `play`."""
+        numbered = [(next(self._ids), row) for row in rows]
+        wanted = [RolloutRequest(dataset.task(row, id), 0, id, use) for id, row in numbered]
         queue = self.new_client()
         try:
             versions = {name: await queue.put_resource(name, value) for name, value in resources.items()}
@@ -73,6 +93,35 @@ class ServedModel:
         wanted = [replace(request, resources=versions) for request in wanted]
         await self.agents.requested.start(wanted)
         return list(await asyncio.gather(*map(self.agents.requested.result, wanted)))
+
+    async def cancel_unfinished(self) -> None:
+        """Cancel the rollouts of a program that ended before they did: nobody waits for them."""
+        states = self.store.iter_states(RolloutState)
+        unfinished = [state.id for state in states if state.status in (Status.QUEUED, Status.RUNNING)]
+        queue = self.new_client()
+        try:
+            for start in range(0, len(unfinished), MAX_ITEMS):
+                await queue.cancel(unfinished[start : start + MAX_ITEMS], "the program that asked for it has ended")
+        finally:
+            await queue.close()
+
+    async def ask(self, message: str, name: str) -> str:
+        """Answer a message with the model, outside any rollout. Called on `loop`.
+
+        name: that of the call. A call of the same name samples with the same seed.
+        """
+        asked = [Message("user", message)] if self.chat.has_template else message
+        prompt = self.chat.render_prompt(asked).ids
+        room = min(self.max_total_tokens - len(prompt), MAX_ASKED_TOKENS)
+        if room < 1:
+            raise EngineError(
+                f"A message to the served model has {len(prompt)} tokens, and its context has "
+                f"{self.max_total_tokens}. Ask for less at once, or ask another model."
+            )
+        seed = derived_seed(self.run.seed, f"ask {name}")
+        sampling = replace(self.run.sampling.params(), max_tokens=room, seed=seed)
+        answered = await self.engine.generate(prompt, sampling)
+        return content_text(self.chat.parse(answered.ids, prompt, sampling=sampling).content) or ""
 
     @property
     def new_client(self) -> Callable[[], RolloutQueue]:
@@ -95,4 +144,6 @@ def serve_to_agent(run: Run, agent: Agent, directory: Path | None = None) -> Ite
         store = stack.enter_context(closing(open_store(directory_used / "journal.sqlite")))
         rollouts = RolloutBuilder(run, chat, engine, judge, loop, max_total_tokens, {})
         agents = rollouts.start_agents(directory_used, store, stack, agent)
-        yield ServedModel(run, store, agents, loop)
+        served = ServedModel(run, store, agents, loop, chat, engine, max_total_tokens)
+        loop.run(served.cancel_unfinished())
+        yield served
