@@ -14,7 +14,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self
 
 from etude.agents.agent import LLM, Agent, CallSignature, RolloutInfo, get_agent_spec, load_agent
 from etude.agents.emit import reward as emit_reward
@@ -41,14 +42,27 @@ TOO_LONG = "context_length_exceeded"
 class EnvironmentAgent(Agent):
     """Plays the environments that a class makes, one for each attempt."""
 
-    def __init__(self, factory: type[Env]) -> None:
-        """factory: a class with `reset` and `step`, which takes no arguments."""
+    def __init__(
+        self,
+        factory: Callable[..., Env],
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        name: str = "",
+        max_turns: int | None = None,
+    ) -> None:
+        """factory: a class with `reset` and `step`, or what else makes an environment, with these arguments. name: for
+        messages, by default that of the class. max_turns: the most answers of a rollout; None leaves it to the
+        class."""
         self._factory = factory
-        self._name = name = factory.__name__
-        most = getattr(factory, "max_turns", MAX_TURNS)
+        self._arguments = arguments
+        self._name = name = name or factory.__name__
+        most = getattr(factory, "max_turns", MAX_TURNS) if max_turns is None else max_turns
         if not isinstance(most, int) or most < 1:
             raise AgentError(f"The environment {name} has max_turns={most!r}; it must be a number, 1 or more.")
         self._max_turns = most
+
+    def __copy__(self) -> Self:
+        return self  # all of a rollout is in its call
 
     def __reduce__(self) -> tuple[Callable[[str], Agent], tuple[str]]:
         return load_agent, (get_agent_spec(self._factory),)
@@ -61,7 +75,7 @@ class EnvironmentAgent(Agent):
         return CallSignature(("task", "llm", "rollout"), True)
 
     def namespace(self) -> Mapping[str, Any]:
-        names: Mapping[str, Any] = getattr(self._factory.reset, "__globals__", {})
+        names: Mapping[str, Any] = getattr(getattr(self._factory, "reset", None), "__globals__", {})
         return names
 
     async def run(self, task: Task, llm: LLM, rollout: RolloutInfo) -> AttemptReport:
@@ -71,13 +85,13 @@ class EnvironmentAgent(Agent):
             task = replace(task, ordinal=row)
         with CallThread("etude-env") as thread:
 
-            async def call(function: Callable[..., Any], *args: Any) -> Any:
+            async def call(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
                 if inspect.iscoroutinefunction(function):
-                    return await function(*args)
-                result = await thread.call(function, *args)
+                    return await function(*args, **named)
+                result = await thread.call(function, *args, **named)
                 return await result if inspect.isawaitable(result) else result
 
-            env = await call(self._factory)
+            env = await call(self._factory, **self._arguments)
             try:
                 first = self._checked(await call(env.reset, task))
                 conversation = _Conversation(llm, first, first.content or task["prompt"])

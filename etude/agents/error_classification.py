@@ -2,7 +2,7 @@
 
 The errors of OpenAI's and Anthropic's clients, httpx and requests name the request that failed. The agent is not at
 fault if that request went to the model endpoint and got no response, a 429, or a server error. The agent has to handle
-the failure of any other request.
+the failure of any other request. Nor is it at fault if the process of a hub's environment ended.
 
 Some agents handle all errors, and succeed without a single answer. So if the endpoint is unreachable when an attempt
 ends, its outcome does not count.
@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from etude.errors import EngineError, IllegalTransitionError, StoreError
+from etude.errors import EngineError, EnvError, GuestLostError, IllegalTransitionError, StoreError
 from etude.records import Outcome
 from etude.store.queue.rollout_queue import AttemptReport
 
@@ -57,7 +57,7 @@ async def _is_reachable(url: str) -> bool:
 
 
 def _is_infrastructure_error(error: BaseException, root: str) -> bool:
-    if isinstance(error, EngineError | StoreError):
+    if isinstance(error, EngineError | StoreError | EnvError | GuestLostError):
         return not isinstance(error, IllegalTransitionError)
     request = _read_attribute(error, "request")
     if not root or not str(_read_attribute(request, "url") or "").startswith(f"{root}/"):

@@ -9,7 +9,7 @@ A runner has all of them. It calls the hooks and the set-up of each, and bounds 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,8 +47,8 @@ class SourceAgents(Agent):
 
     def __init__(self, sources: Mapping[str, Agent], others: Agent | None = None) -> None:
         self.sources = dict(sources)
-        self.has_others = others is not None
-        """True if tasks of other data sources have an agent."""
+        self.others = others
+        """The agent of tasks of other data sources, if they have one."""
         self._others = others or as_agent(SingleAnswer, "A single answer")
         members = self.members()
         limits = [member.max_concurrency for member in members if member.max_concurrency is not None]
@@ -58,7 +58,7 @@ class SourceAgents(Agent):
     def __copy__(self) -> Self:
         copies = {id(member): copy.copy(member) for member in self.members()}
         sources = {source: copies[id(member)] for source, member in self.sources.items()}
-        return type(self)(sources, copies[id(self._others)] if self.has_others else None)
+        return type(self)(sources, None if self.others is None else copies[id(self.others)])
 
     @property
     def title(self) -> str:
@@ -85,9 +85,22 @@ def load_agents(path: str | None, sources: Mapping[str, str]) -> Agent | None:
     return SourceAgents({source: agents[name] for source, name in sources.items()}, others) if sources else others
 
 
-def describe_agents(path: str | None, sources: Mapping[str, str]) -> dict[str, Any]:
-    """Return the value of the resource that says which data sources have agents."""
-    return {"sources": list(sources), "others": path is not None}
+def add_agents(agent: Agent | None, sources: Mapping[str, Agent], others: Agent | None) -> Agent | None:
+    """Return an agent that plays these data sources too. others: plays all other data sources, which then had no agent
+    before."""
+    before = agent.sources if isinstance(agent, SourceAgents) else {}
+    if agent is not None and not isinstance(agent, SourceAgents):
+        others = agent
+    elif isinstance(agent, SourceAgents):
+        others = others or agent.others
+    return SourceAgents({**before, **sources}, others) if before or sources else others
+
+
+def describe_agents(sources: Collection[str], *, others: bool, only_here: bool = False) -> dict[str, Any]:
+    """Return the value of the resource that says which data sources have agents. others: true if all others have one.
+    only_here: true if no other process can have all these agents."""
+    described = {"sources": list(sources), "others": others}
+    return {**described, "only_here": True} if only_here else described
 
 
 def refuse_other_agents(agent: Agent, resources: Mapping[str, Any]) -> None:
@@ -98,12 +111,18 @@ def refuse_other_agents(agent: Agent, resources: Mapping[str, Any]) -> None:
         return
     named = agent.sources if isinstance(agent, SourceAgents) else {}
     missing = [source for source in wanted["sources"] if source not in named]
+    lacks_others = wanted["others"] and isinstance(agent, SourceAgents) and agent.others is None
+    if (missing or lacks_others) and "only_here" in wanted:
+        raise AgentError(
+            "A hub's program plays tasks of the run's mix, which its own runners alone can call. So no runner can join "
+            "from elsewhere. Stop this one, and raise `agent.runners` or `agent.max_concurrency` in the run."
+        )
     if missing:
         raise AgentError(
             f"The run has an agent for the data source `{missing[0]}`, and this runner has none. Give all of them: "
             f"`etude runner {' '.join(f'{source}=…' for source in wanted['sources'])}`."
         )
-    if wanted["others"] and isinstance(agent, SourceAgents) and not agent.has_others:
+    if lacks_others:
         raise AgentError(
             "The run has `agent.path`, an agent for all other data sources, and this runner has none. Name it too, "
             "without a data source: `etude runner my_agent.py:solve shop=…`."

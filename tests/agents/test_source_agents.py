@@ -150,15 +150,17 @@ def test_a_runner_without_an_agent_of_the_run_gives_its_tasks_back_and_ends(tmp_
 
     async def refuse_all() -> None:
         queue = LocalRolloutQueue(open_store())
-        await queue.put_resource(AGENTS_RESOURCE, describe_agents(names["talk"], names))
+        await queue.put_resource(AGENTS_RESOURCE, describe_agents(names, others=True))
         (id,) = await queue.enqueue([RolloutRequest(Task(0, {}, "shop"), limits=RolloutLimits(max_attempts=1))])
         lacking = "has an agent for the data source `shop`, and this runner has none"
         await refuse(queue, names["talk"], {}, lacking)
         shown = r"for the data source `mall`.*`etude runner shop=… mall=… talk=…`"
         await refuse(queue, names["talk"], {name: names[name] for name in ("shop", "talk")}, shown)
         await refuse(queue, None, names, "an agent for all other data sources, and this runner has none")
+        await queue.put_resource(AGENTS_RESOURCE, describe_agents(["digits"], others=False, only_here=True))
+        await refuse(queue, names["talk"], names, "A hub's program plays tasks of the run's mix, which its own runners")
         (state,) = (await queue.find(RolloutQuery(ids=(id,)))).rollouts
-        assert state.status is Status.QUEUED and len(state.attempts) == 3
+        assert state.status is Status.QUEUED and len(state.attempts) == 4
         await queue.close()
 
     asyncio.run(refuse_all())

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from etude.models import create, save, tiny_config
 from tests.components import require_hub
 from tests.learn import games
 from tests.openenv import echo_server
+from tests.recipes import partners, players
 from tests.recipes.runs import step_metrics
 from tests.waits import blocked_until
 
@@ -186,3 +188,52 @@ def test_an_example_of_a_hub_is_killed_resumes_and_teaches(
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert not any(step["failed_attempts"] for step in steps)
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5, rewards
+
+
+@pytest.mark.integration
+def test_a_mix_of_a_program_and_what_agents_play_beside_it_teaches_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of verifiers, an environment of another hub, tools, a class, and an agent, each in its own turns."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(MODULES)]))
+    rows = games.lookups(200, seed=0)
+    (tmp_path / "facts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps({"prompt": key}) + "\n" for key in games.KEYS))
+    files = {"table": "facts", "facts": "facts", "game": "words", "words": "words"}
+    data = {"copy": "env:0:60", **{source: tmp_path / f"{file}.jsonl" for source, file in files.items()}}
+    options = {
+        "data.train": f"{{{', '.join(f'{source}: {file}' for source, file in data.items())}}}",
+        "data.max_prompt_length": 16,
+        "env.sources.copy.hub": "verifiers:copy_v1",
+        "env.sources.copy.python": require_hub("verifiers"),
+        "env.sources.table.hub": f"trl:{MODULES / 'looking_env.py'}:Table",
+        "env.sources.facts.tools": f"[{games.__name__}:look]",
+        "env.sources.game.path": f"{partners.__name__}:Echo",
+        "env.sources.game.kwargs.turns": 2,
+        "env.max_turns": 3,
+        "agent.sources.words": f"{players.__name__}:repeater",
+        "reward": "by_source",
+        "reward.sources": "{copy: environment, table: environment, facts: exact_match, game: environment, "
+        "words: environment}",
+        "model.path": games.make_speaker(tmp_path / "model"),
+        "sampling.max_tokens": 8,
+        "data.sampler": "weighted",
+        "data.sampler.weights": "{copy: 4, table: 3, facts: 3, game: 1, words: 1}",
+        "collect.tasks": 12,
+        "collect.group_size": 8,
+        "train.precision": "fp32",
+        "train.learning_rate": 4e-3,
+        "threads": 1,
+        "steps": STEPS,
+        "observe.console": "off",
+        "directory": tmp_path / "run",
+    }
+    assert main(["train", *(f"{name}={value}" for name, value in options.items())]) == 0
+    steps = step_metrics(tmp_path / "run")
+    assert not any(step["failed_attempts"] for step in steps)
+    turns = {source: [step[f"source/{source}/turns"] for step in steps] for source in data}
+    assert {*turns["copy"]} == {1} and {*turns["game"], *turns["words"]} == {2}
+    assert all(1 < most <= 3 for source in ("table", "facts") for most in turns[source])
+    for source, least in (("copy", 0.1), ("table", 0.2), ("facts", 0.2)):
+        earned = [step[f"source/{source}/reward"] for step in steps]
+        assert fmean(earned[-3:]) > fmean(earned[:3]) + least, f"{source}: {earned}"

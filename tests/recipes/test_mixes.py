@@ -16,6 +16,7 @@ SOURCES = ("sums", "words", "game")
 PARTNERS = partners.__name__
 ECHO = f"{PARTNERS}:Echo"
 REPEATER = f"{players.__name__}:repeater"
+PROGRAM = {"env.sources.words.hub": "verifiers:x"}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,12 @@ def test_each_agent_of_a_mix_learns_and_the_rest_is_answered_once(
         ({"env.sources.words.tools": f"[{PARTNERS}:add]"}, "`env.sources.words.tools` offers functions to a model"),
         ({"env.sources.words.tools": f"[{PARTNERS}:NOBODY]"}, "is of type int, which cannot be called"),
         ({"env.sources.words.hub": "gymnasiun:X"}, "`env.sources.words.hub=gymnasiun:X` names no hub that is known"),
-        ({"env.sources.words.hub": "verifiers:x"}, "Name it by `env.hub`, without `env.sources`"),
+        (PROGRAM | {"env.sources.words.max_turns": 2}, "words.max_turns=2` does nothing where the hub's own"),
+        (PROGRAM | {"env.sources.game.timeout": 2}, "does nothing in a run where a hub's own program plays"),
+        (PROGRAM | {"env.sources.game.tools": f"[{PARTNERS}:add]"}, "and `env.sources.game.tools` would do nothing"),
+        (PROGRAM | {"env.path": ECHO, "agent.path": REPEATER}, "and `agent.path` another agent. Leave one out."),
+        (PROGRAM | {"agent.sources.game": REPEATER}, "and `agent.sources.game` an agent. Leave one out."),
+        (PROGRAM | {"agent.runners": 0}, "can play `env.sources.words.hub=verifiers:x` if it plays all tasks of a run"),
         ({"env.sources.game.workers": 2}, "`env.sources.game.workers=2` is for the environment of a hub, and"),
         ({"env.sources.game.max_tokens": 129}, "`env.sources.game.max_tokens=129` is more than the 128 tokens"),
         ({"env.kwargs.turns": 2}, "are for the class of `env.path` or the hub of `env.hub`, and neither is named"),

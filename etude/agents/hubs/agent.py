@@ -33,11 +33,6 @@ class HubAgent(Agent):
     def call_signature(self) -> CallSignature:
         return CallSignature(("task", "llm"), is_async=True)
 
-    def check(self) -> None:
-        """Raise the error that ended the guests, if no other will begin."""
-        if self._pool.failure is not None:
-            raise self._pool.failure
-
     async def run(self, task: Task, llm: LLM) -> AttemptReport:
         """Have a guest play one attempt. A cancelled attempt is cancelled there too."""
         pool = self._pool

@@ -67,6 +67,11 @@ class HubPool:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
+    def check(self) -> None:
+        """Raise the error that ended the guests, if no other will begin."""
+        if self.failure is not None:
+            raise self.failure
+
     def close(self) -> None:
         """End all guests."""
         self._loop.call_soon_threadsafe(self._closing.set)
@@ -93,8 +98,7 @@ class HubPool:
     async def ready(self) -> None:
         """Wait until a guest takes rollouts."""
         while not self._retired:
-            if self.failure is not None:
-                raise self.failure
+            self.check()
             self._changed.clear()
             await self._changed.wait()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from etude.agents.agent import Agent, is_importable
 from etude.agents.execution.processes import ProcessRunners
 from etude.agents.execution.threads import ThreadRunners
 from etude.agents.hubs.agent import HubAgent
+from etude.agents.hubs.pool import HubPool
 from etude.agents.proxy.app import create_router
 from etude.agents.proxy.endpoint import ModelEndpoint
 from etude.agents.proxy.endpoint_config import EndpointConfig
@@ -90,13 +91,14 @@ def agent_services(
     max_total_tokens: int,
     loop: LoopThread,
     agent: Agent | None = None,
+    hubs: Collection[HubPool] = (),
     *,
     code_changed: bool = False,
 ) -> Iterator[AgentServices]:
     """Start all agent services, and yield what requests rollouts from agents.
 
-    loop: the run's own event loop. agent: the agent to run, instead of those that the options name. code_changed:
-    failures of the rollouts so far do not count.
+    loop: the run's own event loop. agent: the agent to run, instead of those that the options name. hubs: the guests
+    that the agent calls. code_changed: failures of the rollouts so far do not count.
     """
     options, cursor = run.agent, journal.position if run.agent.store is None else 0
     agent = agent or load_agents(options.path, options.sources)
@@ -139,18 +141,17 @@ def agent_services(
             url, own_url = options.store, reachable_url(serving.url, str(urlsplit(options.store).hostname))
         address = {"base_url": f"{reachable_url(own_url)}/v1", "model": endpoint.model}
         asyncio.run(_put_resource(queue, "endpoint", address))
-        asyncio.run(_put_agents(queue, describe_agents(options.path, options.sources)))
+        asyncio.run(_put_agents(queue, _describe_players(run)))
         if isinstance(agent, HubAgent):
             asyncio.run(_put_resource(queue, HUB_RESOURCE, describe_hub(agent.spec)))
         check = _start_runners(options, agent, queue, keyring, url, directory, stack)
-        if isinstance(agent, HubAgent):
-            check = partial(_check_both, agent.check, check)
+        checks = [*(pool.check for pool in hubs), check]
         limits = RolloutLimits(options.timeout, options.heartbeat_timeout, max_attempts=1 + run.collect.retries)
         rollouts = RequestedRollouts(
             requested,
             journal,
             judge,
-            AgentRunners(requested, options, cursor, check),
+            AgentRunners(requested, options, cursor, partial(_check_all, checks)),
             {"train": limits, "val": limits},
             failed_reward=options.failed_reward,
             code_changed=code_changed,
@@ -171,9 +172,18 @@ def _length_limits(
     return lambda rollout: sampling[rollout.use].max_tokens_of.get(journal.task(rollout.task).source)
 
 
-def _check_both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
+def _check_all(checks: Sequence[Callable[[], None]]) -> None:
+    for check in checks:
+        check()
+
+
+def _describe_players(run: Run) -> dict[str, Any]:
+    """Return the value of the resource that says which data sources have agents, or environments that agents play."""
+    agent = run.agent
+    if not run.env.has_programs:
+        return describe_agents(agent.sources, others=agent.path is not None)
+    sources = [*agent.sources, *run.env.sources]
+    return describe_agents(sources, others=agent.path is not None or run.env.names_one, only_here=True)
 
 
 def _chosen_reward(reward: RewardFunction) -> str:

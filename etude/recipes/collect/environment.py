@@ -25,11 +25,17 @@ from etude.errors import ConfigError, PluginError
 from etude.recipes.collect.hub_python import hub_python
 
 ONLY_WITH_HUB = OnlyWith(".hub", bool, "is for the environment of a hub, and `{section}.hub` names none. Leave it out.")
-NOT_WITH_AGENT = OnlyWith(
-    "env.is_agent",
-    lambda is_agent: not is_agent,
+WITH_TURNS = OnlyWith(
+    ".counts_turns",
+    bool,
     "does nothing where the hub's own program plays: `agent.timeout` and `agent.max_concurrency` bound its attempts, "
-    "and the hub has options of its own (`env.kwargs`). Leave it out.",
+    "and the hub has options of its own (`{section}.kwargs`). Leave it out.",
+)
+NOT_WITH_PROGRAM = OnlyWith(
+    "env.has_programs",
+    lambda has_programs: not has_programs,
+    "does nothing in a run where a hub's own program plays: agents make all its rollouts, and `agent.timeout` and "
+    "`agent.max_concurrency` bound them. Leave it out.",
 )
 AS_IN_ENV = "null is as in `env`"
 
@@ -126,42 +132,49 @@ class EnvBase(Config):
 class SourceEnvConfig(EnvBase):
     """The environment of one data source of a mix. The limits that it leaves out are those of `env`."""
 
-    max_turns: int | None = Field(None, ge=1, description=f"most answers in a rollout; {AS_IN_ENV}")
-    max_tokens: int | None = Field(
+    max_turns: Annotated[int | None, WITH_TURNS] = Field(
+        None, ge=1, description=f"most answers in a rollout; {AS_IN_ENV}"
+    )
+    max_tokens: Annotated[int | None, NOT_WITH_PROGRAM] = Field(
         None, ge=1, description=f"most tokens of a rollout, observations included; {AS_IN_ENV}"
     )
-    timeout: Annotated[float | None, MAY_CHANGE] = Field(
+    timeout: Annotated[float | None, MAY_CHANGE, NOT_WITH_PROGRAM] = Field(
         None, gt=0, description=f"seconds that one step of the environment, or one tool call, may take; {AS_IN_ENV}"
     )
-    max_concurrency: Annotated[int | None, MAY_CHANGE] = Field(
+    max_concurrency: Annotated[int | None, MAY_CHANGE, NOT_WITH_PROGRAM] = Field(
         None, ge=1, description=f"most rollouts of the source at a time; {AS_IN_ENV}"
     )
+
+    @property
+    def counts_turns(self) -> bool:
+        """True if the run counts the turns of its rollouts, and not a program of the hub."""
+        return not self.is_agent
 
 
 class EnvConfig(EnvBase):
     """The environment of multi-turn rollouts, and those of data sources that have their own. By default none."""
 
-    sources: Annotated[Mapping[str, SourceEnvConfig], NOT_WITH_AGENT] = Field(
+    sources: Mapping[str, SourceEnvConfig] = Field(
         {},
         description="the environment of each data source in a mix, by its name: `env.sources.game.path=game.py:Game`. "
         "Tasks of others are played by `env` itself, if it names one, else answered once",
     )
-    max_turns: Annotated[int, NOT_WITH_AGENT] = Field(
+    max_turns: Annotated[int, WITH_TURNS] = Field(
         8,
         ge=1,
         description="most answers in a rollout; larger allows longer episodes, and a rollout that would continue is "
         "truncated",
     )
-    max_tokens: Annotated[int | None, NOT_WITH_AGENT] = Field(
+    max_tokens: Annotated[int | None, NOT_WITH_PROGRAM] = Field(
         None, ge=1, description="most tokens of a rollout, observations included; null is as many as fit"
     )
-    timeout: Annotated[float, MAY_CHANGE, NOT_WITH_AGENT] = Field(
+    timeout: Annotated[float, MAY_CHANGE, NOT_WITH_PROGRAM] = Field(
         60.0,
         gt=0,
         description="seconds that one step of the environment, or one tool call, may take; larger waits longer "
         "for slow ones",
     )
-    max_concurrency: Annotated[int, MAY_CHANGE, NOT_WITH_AGENT] = Field(
+    max_concurrency: Annotated[int, MAY_CHANGE, NOT_WITH_PROGRAM] = Field(
         256, ge=1, description="most rollouts at a time; larger needs more environments at once, others wait"
     )
 
@@ -179,9 +192,20 @@ class EnvConfig(EnvBase):
         return given or {}
 
     @property
+    def has_programs(self) -> bool:
+        """True if a program of a hub calls the model, for all tasks or those of a data source. Agents make the rollouts
+        of such a run, and play its other environments too."""
+        return self.is_agent or any(section.is_agent for section in self.sources.values())
+
+    @property
+    def counts_turns(self) -> bool:
+        """True if the run counts the turns of rollouts, of all tasks or of a data source."""
+        return not self.is_agent or any(section.counts_turns for section in self.sources.values())
+
+    @property
     def is_enabled(self) -> bool:
-        """True if there is an environment or a tool, which the run plays."""
-        return (self.names_one or bool(self.sources)) and not self.is_agent
+        """True if there is an environment or a tool, which the run plays by its own engine."""
+        return (self.names_one or bool(self.sources)) and not self.has_programs
 
     @property
     def has_environment(self) -> bool:
@@ -267,11 +291,6 @@ class Environment:
             raise ConfigError(
                 f"`{section}.hub={options.hub}` has an environment and its tools, and `{other}` names others: leave "
                 "one out."
-            )
-        if options.is_agent and section != "env":
-            raise ConfigError(
-                f"`{section}.hub={options.hub}` names a program that plays all tasks of a run, and not those of one "
-                f"data source. Name it by `env.hub`, without `env.sources`."
             )
         if options.path is None:
             return

@@ -110,7 +110,7 @@ class Run(Recipe, AlgorithmConfig):
         EnvConfig,
         OnlyWith(
             "env",
-            lambda env: env.is_enabled or env.is_agent,
+            lambda env: env.is_enabled or env.has_programs,
             "has options, and names neither environment nor tools: they would do nothing. Give `env.path`, "
             "`env.hub` or `env.tools`, or leave them out.",
         ),
@@ -191,13 +191,11 @@ class Run(Recipe, AlgorithmConfig):
     @property
     def has_agents(self) -> bool:
         """True if agents make the rollouts, and not the run's own engine: those of `agent`, or of a hub."""
-        return self.agent.is_enabled or self.env.is_agent
+        return self.agent.is_enabled or self.env.has_programs
 
     def rewards_source(self, source: str) -> bool:
         """Return whether an agent or an environment may give rewards to the tasks of a data source."""
-        if self.has_agents:
-            return self.env.is_agent or self.agent.plays(source)
-        return self.env.rewards_source(source)
+        return self.agent.plays(source) or self.env.rewards_source(source)
 
     @property
     def has_greedy_baseline(self) -> bool:

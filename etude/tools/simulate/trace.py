@@ -203,7 +203,7 @@ def find_limit(
     An agent may allow fewer to a runner, and runners may join from elsewhere. So the limit of agents is the number that
     was seen, if more rollouts were waiting.
     """
-    if not agent.is_enabled and not env.is_agent:
+    if not agent.is_enabled and not env.has_programs:
         return env.max_concurrency if env.is_enabled and not env.sources else None
     allowed = agent.runners * agent.max_concurrency or None
     seen = _most_at_once(attempts)

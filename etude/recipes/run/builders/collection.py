@@ -127,7 +127,7 @@ class RolloutBuilder:
         Agents get their own runners on this machine, and a temporary journal, not the run's own.
         """
         config = self.run.agent
-        if not config.is_enabled:
+        if not self.run.has_agents:
             sampling = self.run.evaluate.sampling.fill_from(self.run.sampling)
             images = RolloutImages(max_images=self.run.vision.max_images)
             return self._build_evaluator(self._build_player(self._build_episodes(), sampling, images))
@@ -147,11 +147,11 @@ class RolloutBuilder:
         from etude.store import check_serving_installed
 
         check_serving_installed()
-        from etude.agents.hubs.agent import HubAgent
+        from etude.recipes.agents.environments import add_environments
         from etude.recipes.agents.services import agent_services
 
-        if self.run.env.is_agent:
-            agent = HubAgent(self.hubs["env"])
+        if self.run.env.has_programs:
+            agent = add_environments(agent, self.run, self.hubs)
         services = agent_services(
             self.run,
             self.chat,
@@ -162,6 +162,7 @@ class RolloutBuilder:
             self.max_total_tokens,
             self.loop,
             agent,
+            tuple(self.hubs.values()),
             code_changed=code_changed,
         )
         return stack.enter_context(services)

@@ -52,6 +52,6 @@ def build_episode_players(
 
     own = env.own()
     return EpisodePlayers(
-        None if own is None or env.is_agent else build(own),
+        None if own is None else build(own),
         {name: build(each) for name, each in env.of_sources().items()},
     )

@@ -22,6 +22,7 @@ from etude.recipes.run.roles import ENVIRONMENT_COLUMNS
 from etude.recipes.run.rules.batch_columns import check_batch_columns, check_columns_provided
 from etude.recipes.run.rules.group_size import TRIAL_REWARDS, trial_advantages
 from etude.recipes.run.rules.placement import check_placement
+from etude.recipes.run.rules.programs import check_programs
 from etude.recipes.run.rules.router_replay import check_router_replay
 from etude.recipes.run.rules.stale_data import check_stale_ratios, check_staleness
 from etude.recipes.run.rules.token_sets import check_token_sets
@@ -219,16 +220,7 @@ def check_agents(run: Run) -> Iterator[ConfigError]:
             f"`{named}` has an agent make the rollouts, and `env` an environment: one of them would do nothing. Leave "
             "one out. In a mix, `agent.sources` takes environment classes too; and an agent may call any environment."
         )
-    if run.env.is_agent and run.agent.is_enabled:
-        yield ConfigError(
-            f"`env.hub={run.env.hub}` has the hub's program make the rollouts, and `{named}` another agent. Leave one "
-            "out."
-        )
-    if run.env.is_agent and run.agent.strategy != "shm":
-        yield ConfigError(
-            f"`env.hub={run.env.hub}` plays in processes of its own, which `env.workers` counts, and a runner of this "
-            "process calls them. Leave `agent.strategy` out."
-        )
+    yield from problems_of(check_programs, run.env, run.agent)
     if run.cluster != "local" and isinstance(run.rollout, TorchEngineConfig):
         yield ConfigError(
             f"`cluster={run.cluster}` puts the engine into another process, and the endpoint that agents call needs "
@@ -269,7 +261,7 @@ def _check_environment(run: Run) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"`reward.sources.{left[0]}=environment` leaves the rewards of the data source `{left[0]}` to an "
                 f"environment, and none that gives rewards plays it. Name one by "
-                f"{f'`agent.sources.{left[0]}`' if run.has_agents else named}, or choose a reward."
+                f"{f'`agent.sources.{left[0]}`' if run.agent.is_enabled else named}, or choose a reward."
             )
     if run.env.is_enabled and run.data.overlong == "truncate":
         yield ConfigError(
