@@ -10,7 +10,7 @@ import asyncio
 import io
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -51,6 +51,10 @@ class PixelCache:
     async def run(self, work: Callable[[], T]) -> T:
         """Run something that reads images on one of the threads for it."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def begin_resize(self, digest: str, content: Content, owner: str) -> Future[ResizedImage]:
+        """Begin to read an image on one of the threads for it; see `resize`."""
+        return self._threads.submit(self.resize, digest, content, owner)
 
     def read_all(self, contents: Mapping[str, Content]) -> list[Pixels]:
         """Return the pixels of images, read side by side. contents: by digest."""

@@ -55,6 +55,25 @@ class ResizedImage:
 
 
 @dataclass(frozen=True, slots=True)
+class ResizedShape:
+    """The extent of an image in the size that a vision tower takes."""
+
+    parts: int
+    """Its tiles, and the whole image as one more."""
+    height: int
+    """The height of each part; so is the width."""
+    width: int
+    features: int
+    """As `Pixels` has them; so is the grid."""
+    grid: tuple[int, int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the resized image."""
+        return self.parts * self.height * self.width * 3
+
+
+@dataclass(frozen=True, slots=True)
 class PixelReader:
     """The preparation of images for one model. Example: `PixelReader.load(directory).read(open_image(content))`."""
 
@@ -75,27 +94,34 @@ class PixelReader:
         """Return the pixels of an image in RGB, as `open_image` returns it."""
         return self.compute(self.resize(image))
 
-    def resize(self, image: Image.Image) -> ResizedImage:
-        """Return an image in RGB in the size that the tower takes."""
+    def measure(self, width: int, height: int) -> ResizedShape:
+        """Return the extent that an image of this width and height has after `resize`."""
+        features = self.layout.count(width, height)
         match self.layout:
             case PatchGrid():
-                rows, columns = self.layout.squares(image.width, image.height)
+                rows, columns = self.layout.squares(width, height)
                 square = self.layout.square
-                part = np.asarray(self._resized(image, columns * square, rows * square))
-                return ResizedImage(part[None], rows * columns, (1, rows, columns))
+                return ResizedShape(1, rows * square, columns * square, features, (1, rows, columns))
             case PatchBudget():
-                rows, columns = self.layout.squares(image.width, image.height)
+                rows, columns = self.layout.squares(width, height)
                 square = self.layout.square
-                part = np.asarray(self._resized(image, columns * square, rows * square))
-                return ResizedImage(part[None], rows * columns)
+                return ResizedShape(1, rows * square, columns * square, features)
             case Tiles():
-                parts = np.stack(list(map(np.asarray, self._cut_tiles(image, self.layout))))
-                return ResizedImage(parts, len(parts) * self.layout.tokens)
+                tile = self.layout.tile
+                return ResizedShape(features // self.layout.tokens, tile, tile, features)
             case FixedCount():
                 size = self.processor["size"]
-                part = np.asarray(self._resized(image, size["width"], size["height"]))
-                return ResizedImage(part[None], self.layout.tokens)
+                return ResizedShape(1, size["height"], size["width"], features)
         raise AssertionError(f"no reader for {self.layout}")
+
+    def resize(self, image: Image.Image) -> ResizedImage:
+        """Return an image in RGB in the size that the tower takes."""
+        shape = self.measure(image.width, image.height)
+        if isinstance(self.layout, Tiles):
+            parts = np.stack(list(map(np.asarray, self._cut_tiles(image, self.layout))))
+        else:
+            parts = np.asarray(self._resized(image, shape.width, shape.height))[None]
+        return ResizedImage(parts, shape.features, shape.grid)
 
     def compute(self, image: ResizedImage) -> Pixels:
         """Return the pixels of an image that was resized."""

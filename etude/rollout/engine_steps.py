@@ -7,13 +7,12 @@ requests draw their next token is a static one, launched before the last one's t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from etude.errors import ConfigError
-from etude.images.pixels import PixelReader
 from etude.models import EngineModel, Model
 from etude.models.routes import RouteShape
 from etude.observe import Last, Metrics, Min
@@ -28,6 +27,7 @@ from etude.rollout.config import TorchEngineConfig
 from etude.rollout.engine_thread import return_unused_memory, to_engine_error
 from etude.rollout.features import FeatureCache
 from etude.rollout.kv_cache import count_blocks, count_slots
+from etude.rollout.prompt_pixels import PromptPixels
 from etude.rollout.request import Request
 from etude.rollout.sampling import sample_tokens
 from etude.rollout.scheduler import Scheduler, SchedulerStats
@@ -50,12 +50,14 @@ class EngineSteps:
         *,
         version: int,
         routes: RouteShape | None = None,
-        images: PixelReader | None = None,
+        pixels: PromptPixels | None = None,
     ) -> None:
-        """routes: the size of the choices of experts to keep; None keeps none. images: of a model that takes images."""
+        """routes: the size of the choices of experts to keep; None keeps none. pixels: of the images of prompts, for a
+        model that takes some."""
         self._model = model
         self._routes = routes
-        self.features = FeatureCache(images)
+        self._pixels = pixels
+        self.features = FeatureCache(pixels)
         self._config = config
         self._num_blocks = count_blocks(model, config)
         self._has_static = has_static_steps(model, config)
@@ -85,6 +87,12 @@ class EngineSteps:
     def has_unread(self) -> bool:
         """True if a step was launched whose tokens are not read."""
         return self._pipeline is not None and self._pipeline.is_under_way
+
+    def read_ahead(self) -> Sequence[tuple[Request, BaseException]]:
+        """Have the images of the next requests read. Return those that cannot be computed, each with the error."""
+        if self._pixels is None:
+            return []
+        return self._pixels.read_ahead(self.scheduler.running, self.scheduler.waiting, self._config.max_num_seqs)
 
     def run(self, resident: EngineModel) -> Iterator[DrawnTokens]:
         """Compute a step. Yield drawn tokens, each to be appended before the next are taken.
@@ -234,6 +242,7 @@ class EngineSteps:
             + max_context_padding(self._config.block_size),
             has_states=self._model.state_bytes > 0,
             replays=self._config.deterministic,
+            is_ready=None if self._pixels is None else self._pixels.is_ready,
         )
         scheduler.version = version
         scheduler.stats = stats or scheduler.stats

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from etude.errors import EngineError
-from etude.images.pixels import PixelReader, ResizedImage
 from etude.models import Model
 from etude.models.vision import Features, PassImages, place_features
+from etude.rollout.prompt_pixels import PromptPixels
 from etude.rollout.scheduler import ScheduledWork
 
 MAX_FEATURES = 2**16
@@ -25,11 +25,11 @@ class FeatureCache:
     An image is always encoded alone, so that its features have the same bits beside any other images of a step.
     """
 
-    def __init__(self, reader: PixelReader | None, max_features: int = MAX_FEATURES) -> None:
-        """reader: of a model that takes images."""
+    def __init__(self, pixels: PromptPixels | None, max_features: int = MAX_FEATURES) -> None:
+        """pixels: of the images of prompts, for a model that takes some."""
         self.encoded = 0
         """The number of times that an image went through the tower."""
-        self._reader = reader
+        self._pixels = pixels
         self._max_features = max_features
         self._features: OrderedDict[str, Features] = OrderedDict()
 
@@ -39,7 +39,7 @@ class FeatureCache:
 
     def for_pass(self, works: Sequence[ScheduledWork], model: Model) -> PassImages | None:
         """Return the features that the tokens of a pass take, in the order of its works; None without image tokens."""
-        if self._reader is None or all(work.request.images is None for work in works):
+        if self._pixels is None or all(work.request.images is None for work in works):
             return None
         image: list[NDArray[np.int64]] = []
         feature: list[NDArray[np.int64]] = []
@@ -57,7 +57,7 @@ class FeatureCache:
                     digest = shown.digests[index]
                     if digest not in places:
                         places[digest] = len(parts)
-                        parts.append(self._find(digest, shown.resized[index], model))
+                        parts.append(self._find(digest, self._pixels, model))
                     of_token[: len(own)][own == index] = places[digest]
             image.append(of_token)
             feature.append(of_feature)
@@ -70,11 +70,10 @@ class FeatureCache:
             Features.joined(parts), torch.from_numpy(tokens).to(device), torch.from_numpy(rows).to(device)
         )
 
-    def _find(self, digest: str, image: ResizedImage, model: Model) -> Features:
+    def _find(self, digest: str, pixels: PromptPixels, model: Model) -> Features:
         features = self._features.get(digest)
         if features is None:
-            assert self._reader is not None, "an engine without a reader of images has refused the request"
-            features = model.encode_images([self._reader.compute(image)])
+            features = model.encode_images([pixels.compute(digest)])
             if not bool(torch.isfinite(features.main).all()):
                 raise EngineError(
                     "The features of an image are not numbers. The tower's weights have diverged, or do not fit its "

@@ -1,4 +1,4 @@
-"""The images of a request to the embedded engine: read, checked and numbered before the request is queued."""
+"""The images of a request to the embedded engine: measured, checked and numbered before the request is queued."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from etude.errors import ConfigError, DataError
 from etude.images import ImageSpan, PromptImages, check_features, check_spans
+from etude.images.decoding import measure_image
 from etude.images.pixel_cache import PixelCache
-from etude.images.pixels import PixelReader, ResizedImage
+from etude.images.pixels import PixelReader, ResizedShape
 from etude.models import Model
 from etude.models.vision import axes_positions
 from etude.models.vision_types import ImageAttention
@@ -25,7 +26,7 @@ MAX_NUMBERS = 2**16
 
 
 class ImageReader:
-    """Reads the images of prompts for one model. Any thread may call it."""
+    """Places the images of prompts for one model. Any thread may call it."""
 
     def __init__(self, reader: PixelReader) -> None:
         self.pixels = PixelCache(reader)
@@ -42,28 +43,30 @@ class ImageReader:
         return cls(PixelReader.load(directory, max_pixels))
 
     def read(self, length: int, images: PromptImages, attention: ImageAttention = "causal") -> RequestImages:
-        """Return the images of a prompt of this length; raise if one cannot be read or does not fit its tokens.
+        """Return the images of a prompt of this length; raise if one is no image or does not fit its tokens.
 
-        attention: as the model's `image_attention`.
+        Only their headers are read. attention: as the model's `image_attention`.
         """
         spans = check_spans("The prompt", images.spans, length)
         digests = tuple(dict.fromkeys(span.digest for span in spans))
-        resized: list[ResizedImage] = []
+        shapes: list[ResizedShape] = []
         for place, digest in enumerate(digests, start=1):
             if digest not in images.contents:
                 raise DataError(f"The bytes of image {place} of the prompt are missing. Pass them in `contents`.")
-            resized.append(self.pixels.resize(digest, images.contents[digest], f"Image {place} of the prompt"))
-        check_features(spans, {digest: each.features for digest, each in zip(digests, resized, strict=True)})
+            size = measure_image(images.contents[digest], f"Image {place} of the prompt")
+            shapes.append(self.pixels.reader.measure(size.width, size.height))
+        check_features(spans, {digest: shape.features for digest, shape in zip(digests, shapes, strict=True)})
         image = np.full(length, -1, np.int64)
         feature = np.zeros(length, np.int64)
         for span in spans:
             image[span.start : span.stop] = digests.index(span.digest)
             feature[span.start : span.stop] = np.arange(span.first, span.first + span.stop - span.start)
-        grids = [each.grid for each in resized if each.grid is not None]
+        grids = [shape.grid for shape in shapes if shape.grid is not None]
         axes = axes_positions(image, feature, grids) if grids else None
         return RequestImages(
             digests,
-            tuple(resized),
+            tuple(images.contents[digest] for digest in digests),
+            tuple(shape.nbytes for shape in shapes),
             image,
             feature,
             np.array([self._numbers.find(digest) for digest in digests], np.int32),
@@ -77,9 +80,9 @@ class ImageReader:
 async def read_images(
     reader: ImageReader | None, model: Model, length: int, images: PromptImages | None
 ) -> RequestImages | None:
-    """Read the images of a prompt of this length on a thread for it; None without images.
+    """Place the images of a prompt of this length, on a thread for images; None without images.
 
-    Raises if they cannot be read, do not fit the prompt, or the model takes none. reader: the model's.
+    Raises if they are no images, do not fit the prompt, or the model takes none. reader: the model's.
     """
     if images is None or not images.spans:
         return None

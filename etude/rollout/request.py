@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from etude.chat.stop_strings import StopStringFilter
 from etude.errors import ConfigError, DataError
 from etude.images import PromptImages
-from etude.images.pixels import ResizedImage
 from etude.records import Completion, SamplingParams
 from etude.rollout.block_pool import NO_SLOT, ROOT
 from etude.rollout.sampling import DrawnToken, Likeliest, SamplingState
@@ -53,8 +52,10 @@ class RequestImages:
     """The images of a prompt, as the engine computes them."""
 
     digests: tuple[str, ...]
-    resized: tuple[ResizedImage, ...]
-    """The images themselves. They stay with the request, so that the engine's thread never decodes one."""
+    contents: tuple[bytes, ...]
+    """The bytes of each image as they were encoded, to read its pixels from when they are needed."""
+    pixel_bytes: tuple[int, ...]
+    """The bytes of each image once it is resized."""
     image: NDArray[np.int64]  # [P]: the place of each token's image among the digests, −1 for none
     feature: NDArray[np.int64]  # [P]: its place among the image's features
     numbers: NDArray[np.int32]
@@ -170,6 +171,11 @@ class Request:
     def has_started(self) -> bool:
         """True once it had blocks in the cache, also while it waits after a preemption."""
         return self.version >= 0
+
+    @property
+    def reads_images(self) -> bool:
+        """True while it needs the pixels of images: until its whole prompt is in the cache."""
+        return self.images is not None and self.computed < self.prompt_length
 
     @property
     def generated(self) -> int:

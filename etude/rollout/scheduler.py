@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,13 +113,16 @@ class Scheduler:
         max_total_tokens: int,
         has_states: bool = False,
         replays: bool = False,
+        is_ready: Callable[[Request], bool] | None = None,
     ) -> None:
         """has_states: the model has recurrent layers. replays: after a preemption, compute their drawn tokens one by
-        one, as when they were drawn, because a chunk of them rounds otherwise.
+        one, as when they were drawn, because a chunk of them rounds otherwise. is_ready: returns True for a request
+        that may begin; with None every request may.
         """
         self.blocks = blocks
         self._has_states = has_states
         self._replays = has_states and replays
+        self._is_ready = is_ready
         self._unit = math.lcm(STATE_CHUNK, blocks.size) if has_states else 1
         """Parts of a context end at multiples of this number of tokens, and states are kept there."""
         self._aligns = True  # in a step that may compute so many tokens
@@ -212,7 +216,9 @@ class Scheduler:
         return restarted
 
     def _may_begin(self, request: Request) -> bool:
-        return request.has_started or not self._holds_new
+        if self._holds_new and not request.has_started:
+            return False
+        return self._is_ready is None or self._is_ready(request)
 
     def schedule(self, max_tokens: int | None = None) -> list[ScheduledWork]:
         """Return the work of the next step, of at most `max_tokens` tokens; empty only if nothing is under way."""

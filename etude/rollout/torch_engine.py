@@ -41,6 +41,7 @@ from etude.rollout.config import TorchEngineConfig
 from etude.rollout.engine_steps import EngineSteps
 from etude.rollout.engine_thread import EngineCommands, WeightCopy, release_omp_workers, to_engine_error
 from etude.rollout.image_reader import ImageReader, read_images
+from etude.rollout.prompt_pixels import PromptPixels
 from etude.rollout.prompt_scores import score_prompt
 from etude.rollout.request import Delta, Request, RequestImages, check_request, check_scored_prompt
 from etude.rollout.sampling import SampledTokens
@@ -80,10 +81,10 @@ class TorchEngine:
         routes = model.control_routers("train.router_replay=r3") if records_routes else None
         self._keeps_routes = records_routes
         self._images = images
-        reader = None if images is None else images.pixels.reader
-        self._steps = EngineSteps(model, config, version=version, routes=routes, images=reader)
-        self._resident = EngineModel(model, merge=merge, prepack=config.prepack)
         self._commands = EngineCommands()
+        pixels = None if images is None else PromptPixels(images.pixels, self._look_again)
+        self._steps = EngineSteps(model, config, version=version, routes=routes, pixels=pixels)
+        self._resident = EngineModel(model, merge=merge, prepack=config.prepack)
         self._paused = False
         self._finished: Future[None] = Future()
         """Done once no request runs, while none begins before new weights."""
@@ -283,6 +284,11 @@ class TorchEngine:
             with suppress(EngineError):  # an engine that has ended has dropped them
                 self._commands.submit(lambda: [self._scheduler.remove(request) for request in unfinished])
 
+    def _look_again(self) -> None:
+        """Have the engine's thread look for work again."""
+        with suppress(EngineError):  # a closed engine looks for no work
+            self._commands.submit(lambda: None)
+
     @property
     def _scheduler(self) -> Scheduler:
         return self._steps.scheduler
@@ -313,11 +319,19 @@ class TorchEngine:
         If the step fails, all requests get the error, and the cache is allocated again.
         """
         is_open = self._commands.run_pending(self._has_work, self._read_launched, release_omp_workers)
+        self._read_ahead()
         if self._has_work() and is_open:
             self._append(self._steps.run(self._resident))
+            self._read_ahead()
         if not (self._finished.done() or self._scheduler.has_started_requests):
             self._finished.set_result(None)
         return is_open
+
+    def _read_ahead(self) -> None:
+        """Have the images of the next requests read, and end those whose images cannot be read."""
+        while failed := self._steps.read_ahead():
+            for request, error in failed:
+                self._remove_failed(request, error)
 
     def _read_launched(self) -> None:
         """Wait for the steps under way, before something else changes the requests or the weights."""

@@ -160,7 +160,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
             "work_list",
         ),
         ("device_sampling", "engine_thread", "gpu_share", "held_adapters", "kv_budget", "request", "router"),
-        ("image_reader", "scheduler", "server_backend", "slot_state"),
+        ("image_reader", "prompt_pixels", "scheduler", "server_backend", "slot_state"),
         ("features", "partial_completion", "server_client", "state_trial"),
         ("grammar_trial",),
         ("batch_invariance", "server_engine", "sglang_images", "sglang_weights", "vllm_images", "vllm_weights"),

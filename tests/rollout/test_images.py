@@ -120,9 +120,12 @@ def test_preempted_requests_and_dropped_features_change_nothing(family: str) -> 
     options = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 24}
     with engine_of(shown.model, images=reader, blocks=blocks, **options) as engine:
         engine._steps.features._max_features = 1
+        assert engine._steps._pixels is not None
+        engine._steps._pixels._max_bytes = 1
         crowded = asyncio.run(answer_together(engine, prompts, tokens=24))
         assert engine.stats().reduce()["engine/preemptions"] > 0
         assert engine._steps.features.encoded > 4
+        assert not engine._steps._pixels._reads, "an idle engine holds no pixels"
         assert len(Watched.threads) > 4 and {name.partition("_")[0] for name in Watched.threads} == {"etude-images"}
     with engine_of(shown.model, images=reader) as engine:
         for place, given in enumerate(crowded):
@@ -193,7 +196,7 @@ def test_images_that_do_not_fit_a_prompt_are_refused_in_sentences() -> None:
     assert images is not None
     one, two = images.spans
     wrong: list[tuple[PromptImages, type[Exception], str]] = [
-        (replace(images, contents={**images.contents, one.digest: RED[:99]}), ImageError, "Image 1 of the prompt"),
+        (replace(images, contents={**images.contents, one.digest: TALL[:99]}), ImageError, "Image 1 of the prompt"),
         (replace(images, spans=(one,), contents={}), DataError, "bytes of image 1 of the prompt are missing"),
         (replace(images, spans=(ImageSpan(one.digest, one.start, one.stop - 1), two)), DataError, "one token for each"),
         (replace(images, spans=(ImageSpan(one.digest, one.start, one.stop, 1), two)), DataError, "one token for each"),
