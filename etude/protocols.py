@@ -85,6 +85,10 @@ class Observation:
     """The name of the state in which the next answer is given; None uses `content` as the name."""
     role: int = 0
     """The player of a game that the model is. `reset` sets it."""
+    opponent: int | None = None
+    """The other player whose turn it is; None is the model's own turn. The policy answers for it too, in a conversation
+    that only this player sees, and the answer is not trained. Give the answer's effect on the game, but no reward of
+    the other player: all rewards are the model's."""
 
 
 class Env(Protocol):

@@ -123,6 +123,11 @@ class EnvironmentAgent(Agent):
     def _checked(self, value: Any) -> Observation:
         if not isinstance(value, Observation):
             raise AgentError(f"The environment {self._name} returned {type(value).__name__}; it returns Observations.")
+        if value.opponent is not None:
+            raise AgentError(
+                f"The environment {self._name} leaves a turn of another player to the policy. An agent cannot play it, "
+                "as each of its calls is trained. Name it by `env.path` or `env.hub`, in a run without agents."
+            )
         return value
 
 

@@ -142,5 +142,6 @@ def _print(console: Console, observation: Observation, seconds: float) -> None:
     shown = [f"{seconds:.3f} s"]
     shown += [] if observation.reward is None else [f"reward {observation.reward}"]
     shown += [name for name in ("done", "truncated") if getattr(observation, name)]
+    shown += [] if observation.opponent is None else [f"the turn of player {observation.opponent}"]
     shown += [f"tool {tool['function']['name']}" for tool in observation.tools]
     console.print(Text(", ".join(shown), "dim"), soft_wrap=True)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -30,11 +31,13 @@ from etude.protocols import Observation
 from etude.recipes.run.builders.hubs import name_task_files
 from etude.recipes.run.config import Run
 from etude.records import Message, Outcome, Task
+from etude.store import open_store
 from etude.store.queue.rollout_queue import AttemptReport
 from tests.agents.hubs.test_pool import ODD
 from tests.components import require_hub
 from tests.joined import started
 from tests.learn.games import make_tokenizer
+from tests.learn.test_hubs import make_player
 from tests.openenv import echo_server
 from tests.recipes import partners
 from tests.recipes.runs import REWARDS, Captured, options, refused_run, same, step_metrics, train, weights
@@ -224,13 +227,16 @@ def test_a_game_of_textarena_has_an_opponent(tmp_path: Path) -> None:
     """The model's seat is the rest of the seed by the players. An opponent of one's own sees all that was said."""
     options = {"opponent": "random", "text": True}
     spec = HubSpec("textarena", "TicTacToe-v0", require_hub("textarena"), options, 10)
+    cells = [str(cell) for cell in range(9)]
     with HubPool(spec, 1) as pool:
         rows = pool.tasks(0, 2)
         first, begun = (asyncio.run(play(pool, Task(0, row), []))[0].content for row in rows)
-        games = [asyncio.run(play(pool, Task(0, rows[1]), [str(cell) for cell in range(9)])) for _ in range(2)]
+        games = [asyncio.run(play(pool, Task(0, rows[1]), cells)) for _ in range(2)]
+    with HubPool(spec, 1) as pool:
+        games.append(asyncio.run(play(pool, Task(0, rows[1]), cells)))
     assert isinstance(first, str) and first.startswith("Play this game.\nYou are Player 0 in Tic Tac Toe.")
     assert isinstance(begun, str) and "You are Player 1" in begun and re.search(r"\[Player 0\] \[\d\]", begun)
-    assert games[0] == games[1], "a game is its seed and its moves"
+    assert games[0] == games[1] == games[2], "a game is its seed and its moves, in another process too"
     assert any(shown.done and shown.reward in (-1, 0, 1) for shown in games[0])
     (tmp_path / "top_row.py").write_text(TOP_ROW)
     scripted = {"opponent": f"{tmp_path / 'top_row.py'}:move", "seat": 1}
@@ -240,12 +246,54 @@ def test_a_game_of_textarena_has_an_opponent(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+def test_a_model_plays_both_seats_of_a_game_of_textarena_and_learns_one(world: Path, tmp_path: Path) -> None:
+    """Each seat reads the rules once, and then what is new. Two runs of one seed play the same games."""
+    options = {"opponent": "policy", "text": True}
+    spec = HubSpec("textarena", "TicTacToe-v0", require_hub("textarena"), options, 10)
+    with HubPool(spec, 1) as pool:
+        rows = pool.tasks(0, 2)
+        games = [asyncio.run(play(pool, Task(0, row), ["0", "4", "1", "5", "2"])) for row in rows]
+    assert [[shown.opponent for shown in game] for game in games] == [[None, 1, None, 1, None, None], [0, None] * 3]
+    assert [(game[0].role, game[-1].done, game[-1].reward) for game in games] == [(0, True, 1), (1, True, -1)]
+    for player, shown in enumerate(games[0][:2]):
+        assert isinstance(shown.content, str) and shown.content.startswith(f"Play this game.\nYou are Player {player} ")
+    later = games[0][3].content
+    assert isinstance(later, str) and "[Player 0] [1]" in later and "You are Player" not in later
+    given = {
+        **VERIFIERS,
+        "env.hub": "textarena:KuhnPoker-v0",
+        "env.kwargs": "{text: true, opponent: policy, max_rounds: 1}",
+        "env.python": spec.python,
+        "env.max_turns": 6,
+        "advantage": "rae",
+        "model.path": make_player(tmp_path / "model", ["check", "bet"]),
+        "data.max_prompt_length": 64,
+        "data.train": "env:0:8",
+        "sampling.max_tokens": 1,
+        "collect.tasks": 4,
+        "collect.retries": 4,
+        "steps": 2,
+    }
+    changes = {name.replace(".", "__"): value for name, value in given.items()}
+    once, again = (train(world, tmp_path / name, **changes) for name in ("once", "again"))
+    assert same(weights(once), weights(again))
+    with closing(open_store(once / "journal.sqlite", read_only=True)) as store:
+        rollouts = [store.rollout(id) for ids in store.admitted().values() for id in ids]
+        assert {rollout.last.role for rollout in rollouts if rollout.last is not None} == {0, 1}
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("what", "options", "sentence"),
     [
         ("TicTacToe-v0", {}, r"is no game for one player: .* has to be 2.*`env\.kwargs\.opponent=random`"),
         ("TicTacToe-v0", {"opponent": "random", "players": 3}, "is no game for 3 players: .* received 3"),
-        ("TicTacToe-v0", {"opponent": "self"}, "`opponent=self` names no opponent. Write `random`, or a function"),
+        (
+            "TicTacToe-v0",
+            {"opponent": "self"},
+            "`opponent=self` names no opponent. Write `random`, `policy`, or a func",
+        ),
+        ("TicTacToe-v0", {"opponent": "policy", "players": 3}, "is no game for 3 players: .* received 3"),
         ("TicTacToe-v0", {"opponent": "random", "seat": 2}, "`seat=2` is none of the seats 0 to 1 of TicTacToe-v0"),
         (
             "ConnectFour-v0",
@@ -352,6 +400,18 @@ def test_a_program_of_verifiers_is_trained_by_its_calls(
     assert first["rollouts"] == 2 and first["turns"] == 3 and first["failed_attempts"] == 0
     assert first["endpoint/turns_continued"] == 4, "every later turn goes on from the one before"
     assert 0 <= first["reward/right"] <= 1
+
+
+@pytest.mark.integration
+def test_a_model_is_scored_by_a_program_of_verifiers(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    given = {"env.hub": "verifiers:digit_v1", "env.python": require_hub("verifiers"), "data.val": "env:0:3"}
+    given |= {"model.path": make_talker(tmp_path / "model"), "reward": "environment", "threads": 1}
+    assert main(["eval", *(f"{name}={value}" for name, value in given.items()), "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert scores["tasks"] == 3 and scores["eval/failed"] == 0 and scores["eval/mean@1"] > 0
 
 
 @pytest.mark.integration

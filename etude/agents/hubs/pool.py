@@ -33,7 +33,7 @@ MAX_UNUSED = 3
 """Guests that may end one after the other without an answer, before the run ends."""
 CLOSE_TIMEOUT_S = 30.0
 TASKS_PER_REQUEST = 1000
-OBSERVATION_FIELDS = frozenset({"content", "reward", "done", "truncated", "tools"})
+OBSERVATION_FIELDS = frozenset({"content", "reward", "done", "truncated", "tools", "role", "opponent"})
 
 
 class HubPool:

@@ -6,6 +6,9 @@ The tokens that the model wrote stay unchanged in later prompts (`chat.transcrip
 environment says so, or where an answer calls no tool and there is no environment. It is truncated after
 `env.max_turns`, or where an observation leaves no room for an answer. Errors and timeouts of an environment are
 outcomes, not crashes.
+
+In self-play an observation may name another player (`Observation.opponent`). It is answered by the same policy, and not
+recorded: to the trained player it is a part of what the environment shows.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import asyncio
 import hashlib
 import inspect
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +39,7 @@ from etude.rewards import parse_score
 from etude.rewards.base import describe_task
 from etude.rewards.verdict import describe_exception
 
+NOTHING_TRAINED = "the trained player had not answered yet: there is nothing to train on"
 ENVIRONMENT_PART = "environment"
 """The part of a reward that an environment gives as a bare number."""
 
@@ -42,8 +47,10 @@ ENVIRONMENT_PART = "environment"
 class AnswerFunction(Protocol):
     """Returns the model's answers."""
 
-    async def __call__(self, prompt: RenderedPrompt, turn: int, room: int) -> Completion:
-        """Return the answer to a prompt, of at most `room` tokens. Raises `EpisodeEndedError` if there is none."""
+    async def __call__(self, prompt: RenderedPrompt, turn: int, room: int, *, recorded: bool = True) -> Completion:
+        """Return the answer to a prompt, of at most `room` tokens. Raises `EpisodeEndedError` if there is none.
+
+        turn: the number of answers before. recorded: false for an answer of another player, which is no turn."""
         ...
 
 
@@ -139,35 +146,56 @@ class EpisodePlayer:
         images: RolloutImages,
     ) -> None:
         """Play turn after turn, until the rollout ends."""
-        first = await session.reset()
-        content = await images.store(check_observation(first.content or task.fields["prompt"]))
-        transcript, state = Transcript(self._chat, content, first.tools), state_number(first.anchor, content)
+        most = self.options.max_turns
+        transcripts: dict[int | None, Transcript] = {}
+        answered: Counter[int | None] = Counter()
+        """The number of answers of each player; None is the trained one."""
+        first = observation = await session.reset()
         episode.role = first.role
-        for index in range(self.options.max_turns):
+        while not (observation.done or observation.truncated):
+            player = observation.opponent
+            shown = observation.content if player in transcripts else observation.content or task.fields["prompt"]
+            content = await images.store(check_observation(shown))
+            if player in transcripts:
+                transcripts[player].add_observation(content)
+            else:
+                transcripts[player] = Transcript(self._chat, content, first.tools)
+            if answered[player] == most:
+                observation = replace(observation, truncated=True)
+                break
+            transcript = transcripts[player]
             prompt = transcript.prompt
             room = self._max_total_tokens - len(prompt.ids)
+            if room < 1 and not answered[player]:
+                raise self._no_room(task, prompt)
             if room < 1:
-                if index == 0:
-                    raise EpisodeEndedError(
-                        Outcome.FAILED,
-                        f"The first prompt of {describe_task(task)} has {len(prompt.ids)} tokens"
-                        f"{_describe_images(prompt)}, and a rollout may have {self._max_total_tokens} in all: nothing "
-                        f"could follow. Show less, or raise `{self._environment.section}.max_tokens`.",
-                    )
+                observation = replace(observation, truncated=True)
                 break
             observed = transcript.count_observed_tokens(prompt)
-            completion = await generate(prompt, index, room)
+            completion = await generate(prompt, answered.total(), room, recorded=player is None)
+            if player is None:
+                state = state_number(observation.anchor, content)
+                index = len(episode.turns)
+                turn = Turn(prompt.ids, completion, index, anchor=state, observed=observed, images=prompt.images)
+                episode.turns.append(turn)
+            answered[player] += 1
             answer = transcript.add_answer(prompt, completion)
-            turn = Turn(prompt.ids, completion, index, anchor=state, observed=observed, images=prompt.images)
-            episode.turns.append(turn)
-            observation = await session.step(answer, last=index + 1 == self.options.max_turns)
-            if observation.done or observation.truncated:
-                episode.truncated = observation.truncated or completion.finish_reason == "length"
-                return
-            content = await images.store(check_observation(observation.content))
-            transcript.add_observation(content)
-            state = state_number(observation.anchor, content)
-        episode.truncated = True
+            observation = await session.step(answer, player, last=answered[player] == most)
+        if not episode.turns:
+            raise EpisodeEndedError(
+                Outcome.FAILED,
+                f"The rollout of {describe_task(task)} ended in a turn of another player, and {NOTHING_TRAINED}.",
+            )
+        episode.truncated = observation.truncated or episode.turns[-1].completion.finish_reason == "length"
+
+    def _no_room(self, task: Task, prompt: RenderedPrompt) -> EpisodeEndedError:
+        """Return the error of a first prompt that leaves no room for an answer."""
+        return EpisodeEndedError(
+            Outcome.FAILED,
+            f"The first prompt of {describe_task(task)} has {len(prompt.ids)} tokens{_describe_images(prompt)}, and a "
+            f"rollout may have {self._max_total_tokens} in all: nothing could follow. Show less, or raise "
+            f"`{self._environment.section}.max_tokens`.",
+        )
 
 
 class _EnvironmentSession:
@@ -203,19 +231,21 @@ class _EnvironmentSession:
             )
         return replace(observation, tools=self._tools.schemas)
 
-    async def step(self, answer: Message, *, last: bool) -> Observation:
-        """Return the observation after an answer. last: no answer will follow, so the model would not read a tool's
-        result."""
+    async def step(self, answer: Message, player: int | None, *, last: bool) -> Observation:
+        """Return the observation after an answer. player: gave it; None is the trained one. last: the last answer of
+        this player, who would not read a tool's result."""
         if answer.tool_calls and self._tools is not None:
             if last:
                 return Observation(truncated=True)
             began = time.perf_counter()
-            observation = Observation(await self._tools.run_calls(answer.tool_calls, self._task))
+            observation = Observation(await self._tools.run_calls(answer.tool_calls, self._task), opponent=player)
             self._episode.waited += time.perf_counter() - began
         elif self._env is None:
             return Observation(done=True)
         else:
             observation = self._check_observation("step", await self._call("`step`", self._env.step, answer))
+            if observation.reward is not None and not self._episode.turns:
+                raise self._environment_error(f"it gave a reward in the turn of player {player}, and {NOTHING_TRAINED}")
             try:
                 self._episode.add_reward(observation.reward)
             except RewardError as error:
@@ -279,7 +309,7 @@ class _EnvironmentSession:
             raise self._environment_error(
                 f"`{method}` returned a value of type {type(value).__name__}; it returns an Observation"
             )
-        for name, kind in (("role", int), ("anchor", str | None), ("tools", Sequence)):
+        for name, kind in (("role", int), ("opponent", int | None), ("anchor", str | None), ("tools", Sequence)):
             if not isinstance(getattr(value, name), kind):
                 raise self._environment_error(
                     f"`{method}` gave {getattr(value, name)!r} for `{name}`, which has another type"

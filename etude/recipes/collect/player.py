@@ -209,7 +209,7 @@ class EnginePlayer:
         version: int | None = None
         routed = np.empty(0, np.int32)  # keys of the last prompt and answer, whose experts are recorded
 
-        async def ask(prompt: RenderedPrompt, turn: int, room: int) -> Completion:
+        async def ask(prompt: RenderedPrompt, turn: int, room: int, *, recorded: bool = True) -> Completion:
             nonlocal version, routed
             began = 0.0
             images = await self._images.find(prompt)
@@ -231,6 +231,8 @@ class EnginePlayer:
                     )
                     on_start()  # an engine may not say when it begins
                     completion = await self._engine.generate(prompt.ids, params, images=images, on_start=on_start)
+                    if not recorded:
+                        return completion
                     times.append((began, time.time()))
                     if completion.routes is not None:
                         routed = np.concatenate([keys, completion.ids])

@@ -1,7 +1,8 @@
 """TextArena: its games, of which the model plays one seat.
 
-Options: `opponent` plays the other seats: `random`, or `path/to/file.py:name` for a function, or an agent of TextArena,
-that returns a move for all that its seat has seen. `players` is the number of seats, by default two with an opponent,
+Options: `opponent` plays the other seats: `random`; `policy`, the model itself, whose answers for them the run asks for
+as for those of its own seat; or `path/to/file.py:name` for a function, or an agent of TextArena, that returns a move
+for all that its seat has seen. `players` is the number of seats, by default two with an opponent,
 and one without. `seat` is the model's; by default the tasks take turns. `instructions` is a text before the rules of
 the game. `text=true` plays by plain text, without messages. All others are arguments of `textarena.make`. A move
 without brackets gets them, as the game's own wrapper does.
@@ -24,6 +25,7 @@ import textarena
 
 load = importlib.import_module("trl_guest").load  # that file stands beside this one
 RANDOM = "random"
+POLICY = "policy"
 EXAMPLE = "env.kwargs.opponent=my_opponent.py:move"
 CHECKED_GAMES = 3
 """Games that are played at random before the run begins."""
@@ -50,9 +52,12 @@ class Hub:
             raise ValueError(f"`players={self._players}` needs an opponent: `env.kwargs.opponent={RANDOM}`.")
         if self._seat is not None and self._seat not in range(self._players):
             raise ValueError(f"`seat={self._seat}` is none of the seats 0 to {self._players - 1} of {what}.")
-        if opponent not in (None, RANDOM) and ":" not in str(opponent):
-            raise ValueError(f"`opponent={opponent}` names no opponent. Write `{RANDOM}`, or a function: `{EXAMPLE}`.")
-        self._opponent = None if opponent in (None, RANDOM) else load(str(opponent), EXAMPLE)
+        if opponent not in (None, RANDOM, POLICY) and ":" not in str(opponent):
+            raise ValueError(
+                f"`opponent={opponent}` names no opponent. Write `{RANDOM}`, `{POLICY}`, or a function: `{EXAMPLE}`."
+            )
+        self._is_self_play = opponent == POLICY
+        self._opponent = None if opponent in (None, RANDOM, POLICY) else load(str(opponent), EXAMPLE)
         self._check(has_opponent=opponent is not None)
 
     def tasks(self, first: int, count: int) -> list[dict[str, Any]]:
@@ -63,17 +68,20 @@ class Hub:
 
     def open(self) -> Game:
         """Return a new game."""
-        return Game(self._make(), self._players, self._seat, self._opponent)
+        return self._game(self._seat)
+
+    def _game(self, seat: int | None) -> Game:
+        return Game(self._make(), self._players, seat, self._opponent, is_self_play=self._is_self_play)
 
     def _check(self, *, has_opponent: bool) -> None:
         """Begin a game in the last seat, for which the others move first. Refuse what cannot be played.
 
         Where the opponent plays at random, games of such moves must come to their end.
         """
-        at_random = has_opponent and self._opponent is None
+        at_random = has_opponent and self._opponent is None and not self._is_self_play
         try:
             for seed in range(CHECKED_GAMES if at_random else 1):
-                game = Game(self._make(), self._players, self._players - 1, self._opponent)
+                game = self._game(self._players - 1)
                 game.reset({"prompt": "", "seed": seed})
                 if at_random:
                     game.play_at_random(CHECKED_MOVES)
@@ -100,9 +108,20 @@ class Hub:
 class Game:
     """One game."""
 
-    def __init__(self, game: Any, players: int, seat: int | None, opponent: Callable[[str], str] | None) -> None:
-        """seat: the model's; None is the rest of the seed by the players. opponent: None plays at random."""
+    def __init__(
+        self,
+        game: Any,
+        players: int,
+        seat: int | None,
+        opponent: Callable[[str], str] | None,
+        *,
+        is_self_play: bool = False,
+    ) -> None:
+        """seat: the model's; None is the rest of the seed by the players. opponent: None plays at random. is_self_play:
+        the run answers for all seats."""
         self._game = game
+        self._is_self_play = is_self_play
+        self._prompt: Any = ""
         self._players = players
         self._seat = seat
         self._opponent = opponent
@@ -125,13 +144,9 @@ class Game:
         self._play_others()
         if self._done:
             raise ValueError("the game ended before the model's first turn")
-        text = self._observe()
-        prompt = task["prompt"]
-        if isinstance(prompt, str):
-            self._around = "\n"
-            return {"content": f"{prompt}{text}\n"}
-        *before, last = prompt
-        return {"content": [*before, {**last, "content": f"{last['content']}\n\n{text}"}]}
+        self._prompt = task["prompt"]
+        self._around = "\n" if isinstance(self._prompt, str) else ""
+        return {**self._show(), "role": self._seat}
 
     def step(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """Make the move of the answer and those of the others, and return what the game says."""
@@ -140,7 +155,7 @@ class Game:
         if self._done:
             rewards, _ = self._game.close()
             return {"reward": float((rewards or {}).get(self._seat, 0.0)), "done": True}
-        return {"content": self._observe().join(2 * [self._around])}
+        return self._show()
 
     def play_at_random(self, moves: int) -> None:
         """Play the model's seat at random too, for at most as many moves."""
@@ -154,9 +169,22 @@ class Game:
         if not self._done:
             raise ValueError(f"a game of random moves did not end after {moves} of them. Write a function: `{EXAMPLE}`")
 
+    def _show(self) -> dict[str, Any]:
+        """Return what the current seat has not seen yet, at first after the prompt of the task."""
+        player = self._game.state.current_player_id
+        is_first = not self._seen[player]
+        text = self._observe()
+        turn = {} if player == self._seat else {"opponent": player}
+        if not is_first:
+            return {"content": text.join(2 * [self._around]), **turn}
+        if isinstance(self._prompt, str):
+            return {"content": f"{self._prompt}{text}\n", **turn}
+        *before, last = self._prompt
+        return {"content": [*before, {**last, "content": f"{last['content']}\n\n{text}"}], **turn}
+
     def _play_others(self) -> None:
-        """Make the moves of the other seats, until it is the model's turn."""
-        while not self._done and self._game.state.current_player_id != self._seat:
+        """Make the moves of the other seats, until it is the model's turn. In self-play, the run makes them."""
+        while not self._is_self_play and not self._done and self._game.state.current_player_id != self._seat:
             self._observe()
             self._move(self._draw_move() if self._opponent is None else self._ask_opponent(self._opponent))
 
