@@ -82,7 +82,7 @@ class APO(PromptSearch):
             first = await trial.score(self.prompt, everything)
         best = require_score(first, "the first prompt")
         text = self.prompt
-        trial.tell(f"first prompt: {best:.3f} on {len(everything)} held-out tasks")
+        trial.tell(f"first prompt: {best:.3f} on {len(everything)} tasks")
         beam = [self.prompt]
         for number in range(1, self.beam_rounds + 1):
             draw = random.Random(f"{self.seed}:{number}")
@@ -168,4 +168,4 @@ class APO(PromptSearch):
 def _show(score: PromptScore) -> str:
     if score.value is None:
         return f"no score: {score.failed} of {score.rollouts} rollouts failed"
-    return f"{score.value:.3f} on all held-out tasks"
+    return f"{score.value:.3f} on all tasks"

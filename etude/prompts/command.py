@@ -41,12 +41,9 @@ def optimize_prompt(run: Run, kind: str, prompt: Path, out: Path | None, setting
     search = SEARCHES[kind](_read_prompt(prompt), **settings)
     directory = out or new_directory(Path("runs"), "prompt")
     console = make_console(run.observe.console)
+    console.print(Text(f"The results are written to {directory}. With `--out {directory}` this search continues."))
     with lock_directory(directory), serve_to_agent(run, agent, directory) as served:
-        try:
-            scores = search.search(served, list(run.data.train), list(run.data.val) or None, directory)
-        except KeyboardInterrupt:
-            console.print(Text(f"The search is stopped. The same command with `--out {directory}` continues it."))
-            raise
+        scores = search.search(served, list(run.data.train), list(run.data.val) or None, directory)
     path = directory / BEST_FILE
     console.print(Text(f"the best prompt is in {path}"), soft_wrap=True)
     return {**scores, "prompt": str(path)}

@@ -138,7 +138,7 @@ def test_the_command_asks_a_writer_of_another_provider(
         assert provider.headers[0]["authorization"] == "Bearer k1"
         shown = capsys.readouterr().out
         assert json.loads(shown.splitlines()[-1])["score"] == pytest.approx(1 / 3)
-        assert "first prompt: 0.000 on 2 held-out tasks" in shown and "1 new prompts, the best has 0.333" in shown
+        assert "first prompt: 0.000 on 2 tasks" in shown and "1 new prompts, the best has 0.333" in shown
         assert main([*words, "--max-rollouts", "9"]) == 2 and main([*words, "--writer", "claude"]) == 2
         assert "`apo` has no max_rollouts" in (refused := capsys.readouterr().err)
         assert "There is no writer 'claude'. The writers are: served." in refused
