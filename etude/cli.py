@@ -324,10 +324,12 @@ def _train_supervised(arguments: argparse.Namespace) -> None:
     from etude.recipes.hub import resolve_hub_names
     from etude.recipes.registry import SUPERVISED, compose_run
     from etude.recipes.run.directory import read_recipe
+    from etude.recipes.run.resume.missing_inputs import check_required
     from etude.recipes.sweep import sweep
 
     def train(run: Any, interrupt: Any = None) -> Path:
         run = resolve_hub_names(run)
+        check_required(run)
         with pause_gc():
             from etude.recipes.supervised.builder import train_supervised
 
@@ -352,9 +354,11 @@ def _check_resume_flags(arguments: argparse.Namespace) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> None:
+    from etude.recipes.run.resume.missing_inputs import check_scored
     from etude.recipes.run_argument import resolve_run
 
     run, _ = resolve_run(arguments.overrides, arguments.config, "eval")
+    check_scored(run)
     with pause_gc():
         from etude.recipes.inference import evaluate
 

@@ -195,12 +195,17 @@ def missing_column(where: str, path: str, row: Mapping[str, Any], remedy: str) -
     )
 
 
+def no_such_data(path: Path) -> ConfigError:
+    """Return the error of data whose file is not there."""
+    return ConfigError(f"The data `{path}` was requested, and there is no such file (in {Path.cwd()}).")
+
+
 def read_rows(path: Path) -> RowSource:
     """Open the rows of a file, by its suffix, or of a directory that `datasets` saved."""
     if path.is_dir():
         return _read_saved_dataset(path)
     if not path.exists():
-        raise ConfigError(f"The data `{path}` was requested, and there is no such file (in {Path.cwd()}).")
+        raise no_such_data(path)
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if suffix not in READERS:
         raise ConfigError(

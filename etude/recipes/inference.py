@@ -66,8 +66,6 @@ def evaluate(run: Run, *, best: bool, answers: Path | None = None) -> dict[str, 
 
 
 def _evaluated(run: Run, *, best: bool, answers: Path | None) -> dict[str, Any]:
-    if not run.data.val:
-        raise ConfigError("There is nothing to score on: give tasks with `data.val=[tasks.parquet]`.")
     checks.check_agents(run)
     console = make_console(run.observe.console)
     asked = run.data.val

@@ -29,6 +29,7 @@ from etude.recipes.run.builders.auxiliary_models import AuxiliaryLoader, build_m
 from etude.recipes.run.builders.policy import PolicyLoader, build_chat_renderer
 from etude.recipes.run.resume import inputs
 from etude.recipes.run.rules import checks
+from etude.recipes.run.rules.required import find_missing_options
 from etude.recipes.run.rules.sources import DataSources
 from etude.recipes.run.rules.vision import check_vision
 from etude.recipes.run.session import log_start, run_session
@@ -102,10 +103,7 @@ def _check_run(run: SupervisedRun) -> None:
 @told_together
 def _check_options(run: SupervisedRun) -> Iterator[ConfigError]:
     """Refuse options that do not fit together, or that lack something."""
-    if run.model.path is None:
-        yield ConfigError(checks.NO_MODEL)
-    if not run.data.train:
-        yield ConfigError("A run needs examples: give files with `data.train=[examples.parquet]`.")
+    yield from find_missing_options(run)
     yield from problems_of(check_loss, run)
     yield from problems_of(check_vision, run)
     if run.lora.publish != "adapter":

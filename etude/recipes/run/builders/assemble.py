@@ -30,8 +30,10 @@ def build(
     one that `agent.path` names. tasks: see `run_directory.write_tasks`.
     """
     from etude.recipes.hub import resolve_hub_names
+    from etude.recipes.run.resume.missing_inputs import check_required
 
     run = resolve_hub_names(run)
+    check_required(run)
     with ExitStack() as stack:
         with pause_gc():
             from etude.recipes.run.builders.hubs import name_task_files

@@ -13,7 +13,7 @@ from etude.models import LoraAdapterConfig, Model, adapt, load
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.builders.auxiliary_models import load_trained
 from etude.recipes.run.directory import check_model
-from etude.recipes.run.rules.checks import NO_MODEL
+from etude.recipes.run.rules.required import NO_MODEL
 from etude.train.backend import HeldModel
 from etude.train.device_mesh import ShardMeshes
 from etude.train.optim import PRECISIONS

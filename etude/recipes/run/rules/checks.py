@@ -23,6 +23,7 @@ from etude.recipes.run.rules.batch_columns import check_batch_columns, check_col
 from etude.recipes.run.rules.group_size import TRIAL_REWARDS, trial_advantages
 from etude.recipes.run.rules.placement import check_placement
 from etude.recipes.run.rules.programs import check_programs
+from etude.recipes.run.rules.required import find_missing_options
 from etude.recipes.run.rules.router_replay import check_router_replay
 from etude.recipes.run.rules.stale_data import check_stale_ratios, check_staleness
 from etude.recipes.run.rules.token_sets import check_token_sets
@@ -31,7 +32,6 @@ from etude.recipes.run.rules.vision import check_vision
 from etude.rewards import BySourceReward, CombinedReward, NoReward, RewardFunction
 from etude.rollout import ServerConfig, TorchEngineConfig
 
-NO_MODEL = "A run needs a model: give a Hugging Face model directory with `model.path=…`."
 MAX_RANKS_PER_CORE = 8
 """Most ranks per processor; a run with more is refused."""
 
@@ -58,10 +58,7 @@ def find_warnings(run: Run) -> list[str]:
 @told_together
 def _check_options(run: Run) -> Iterator[ConfigError]:
     """Refuse options that do not fit together, or that lack something."""
-    if run.model.path is None:
-        yield ConfigError(NO_MODEL)
-    if not run.data.train:
-        yield ConfigError("A run needs tasks: give files with `data.train=[tasks.parquet]`.")
+    yield from find_missing_options(run)
     if isinstance(run.reward, NoReward) and "reward" in run.required_columns():
         yield ConfigError(
             "`reward=nothing` gives every answer 0, and this advantage reads the reward: nothing would be learned. "
