@@ -9,7 +9,7 @@ reward or `JudgingConfig.workers` sets their number. Each part of a combined rew
 has the reward of each data source.
 
 An exception, a call that takes too long, a process that dies, a NaN: each is a verdict without a reward.
-`JudgingConfig.on_error` decides what happens to it. The judge logs the first failures at once.
+`JudgingConfig.on_error` decides what happens to it. The judge logs the first failure of each cause at once.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Judge:
         self._judging = judging or JudgingConfig()
         self._reward = judged
         self._failures = 0
-        self._failed = 0
+        self._logged_causes: set[str] = set()
         judged.prepare()
         self._executor = make_executor(judged, self._judging.workers, self._judging.timeout)
 
@@ -131,18 +131,18 @@ class Judge:
         if verdict.outcome is Outcome.CANCELLED:
             return verdict
         self._failures += 1
-        self._failed += 1
         if self._judging.on_error == "stop":
             raise RewardError(f"{verdict.error} The run stops here because `judging.on_error` is stop.")
         if self._failures >= MAX_CONSECUTIVE_FAILURES:
             raise RewardError(
                 f"{verdict.error} That was failure {MAX_CONSECUTIVE_FAILURES} in a row, so the run stops here."
             )
-        if self._failed.bit_count() == 1:  # 1, 2, 4, 8 …
+        if verdict.cause not in self._logged_causes:
+            self._logged_causes.add(verdict.cause)
             get_logger("rewards").warning(
-                "%s So far %s could not be judged; %d failures in a row stop the run.",
+                "%s This is logged once, and answers that fail like it are only counted. Correct the reward, or choose "
+                "what such answers get by `judging.on_error`. %d failures in a row stop the run.",
                 verdict.error,
-                "1 answer" if self._failed == 1 else f"{self._failed} answers",
                 MAX_CONSECUTIVE_FAILURES,
             )
         if self._judging.error_score is None:
@@ -228,7 +228,7 @@ class _InlineExecutor(RewardExecutor):
                 extracted = extract_answer(self._reward, answer)
         except TimeLimitError:
             message = f"The reward {title} {describe_timeout(limit, batch_size)} on {describe_task(task)}."
-            return Verdict.failure(Outcome.TIMED_OUT, message, time.perf_counter() - began)
+            return Verdict.failure(Outcome.TIMED_OUT, message, time.perf_counter() - began, f"{title} timed out")
         except (Exception, SystemExit) as error:
             return make_failed_verdict(error, title, task, time.perf_counter() - began)
         return make_verdict(result, title, task, time.perf_counter() - began, extracted)

@@ -41,11 +41,13 @@ class Verdict:
     """The final answer that the reward extracts from the text, if it extracts one."""
     failed_part: str = ""
     """The name of the part of a combined reward that failed, if one did."""
+    cause: str = ""
+    """The reward that failed and the way or the line in which it did: equal for failures that are alike."""
 
     @classmethod
-    def failure(cls, outcome: Outcome, error: str, seconds: float = 0.0) -> Self:
+    def failure(cls, outcome: Outcome, error: str, seconds: float = 0.0, cause: str = "") -> Self:
         """Create a verdict without a reward."""
-        return cls(math.nan, {}, outcome, error, seconds)
+        return cls(math.nan, {}, outcome, error, seconds, cause=cause)
 
 
 def run_reward(
@@ -74,7 +76,7 @@ def make_verdict(result: Any, title: str, task: Task, seconds: float, extracted:
         reward, parts = parse_score(result)
     except RewardError as error:
         sentence = f"The reward {title} cannot be used on {describe_task(task)}: {error}."
-        return Verdict.failure(Outcome.FAILED, sentence, seconds)
+        return Verdict.failure(Outcome.FAILED, sentence, seconds, f"{title} returned no reward")
     except Exception as error:
         return make_failed_verdict(error, title, task, seconds)
     return Verdict(reward, parts, seconds=seconds, extracted_answer=extracted)
@@ -83,17 +85,23 @@ def make_verdict(result: Any, title: str, task: Task, seconds: float, extracted:
 def make_failed_verdict(error: BaseException, title: str, task: Task, seconds: float) -> Verdict:
     """Create the verdict for a reward function that raised."""
     failure = f"{describe_exception(error)}{_describe_fields(error, task)}"
-    return Verdict.failure(Outcome.FAILED, f"The reward {title} failed on {describe_task(task)}: {failure}", seconds)
+    sentence = f"The reward {title} failed on {describe_task(task)}: {failure}"
+    cause = f"{title} raised {type(error).__name__}{_describe_location(error)}"
+    return Verdict.failure(Outcome.FAILED, sentence, seconds, cause)
 
 
 def describe_exception(error: BaseException) -> str:
     """Describe an exception of a user's code, with the file and line that raised it."""
     if isinstance(error, EtudeError):
         return str(error)
+    return f"{type(error).__name__}{_exception_message(error)}{_describe_location(error)}."
+
+
+def _describe_location(error: BaseException) -> str:
+    """Return the file and the line of the user's code that raised an exception."""
     stack = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in stack if not frame.filename.startswith(PACKAGE_PREFIX)] or stack
-    location = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{_exception_message(error)}{location}."
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
 def _exception_message(error: BaseException) -> str:

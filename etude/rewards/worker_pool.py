@@ -298,7 +298,8 @@ class WorkerPool:
         if self._closed:
             message = f"The reward {self._title} was stopped on {describe_task(task)}, because the judge was closed."
             return Verdict.failure(Outcome.CANCELLED, message, seconds)
-        return Verdict.failure(error.outcome, f"The reward {self._title} {error} on {describe_task(task)}.", seconds)
+        sentence = f"The reward {self._title} {error} on {describe_task(task)}."
+        return Verdict.failure(error.outcome, sentence, seconds, f"{self._title} {error.outcome}")
 
     def _acquire_worker(self) -> Worker:
         worker = self._start_worker()

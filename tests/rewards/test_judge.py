@@ -268,11 +268,16 @@ def test_calls_that_hang_are_reported_at_once(capsys: pytest.CaptureFixture[str]
         verdicts = judged(judge, *["sleep 3"] * 9)
     assert {verdict.outcome for verdict in verdicts} == {Outcome.TIMED_OUT}
     message = capsys.readouterr().err
-    for count in ("1 answer", "2 answers", "4 answers", "8 answers"):
-        assert (
-            f"So far {count} could not be judged; {MAX_CONSECUTIVE_FAILURES} failures in a row stop the run." in message
-        )
-    assert message.count("So far") == 4 and "took longer than `judging.timeout` = 0.05 seconds on task" in message
+    assert message.count("took longer than `judging.timeout` = 0.05 seconds on task") == 1
+    assert "are only counted. Correct the reward, or choose what such answers get by `judging.on_error`. " in message
+
+
+def test_each_cause_of_failures_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    with Judge(functions.misbehaves) as judge:
+        judged(judge, *["raise", "exit", "raise", "exit", "raise"])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all("This is logged once" in line for line in lines)
 
 
 def test_a_coroutine_that_ignores_its_cancellation_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:

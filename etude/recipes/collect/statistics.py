@@ -31,6 +31,8 @@ class CollectionStatistics:
     attempts: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     failed_parts: Counter[str] = field(default_factory=Counter)
+    failed_rewards: int = 0
+    """Failures of the reward, whose causes the judge has logged."""
     judging_seconds: float = 0.0
     error: str = ""
     environment_seconds: float = 0.0
@@ -56,6 +58,7 @@ class CollectionStatistics:
         self.environment_seconds += played.waited
         self.calls += played.calls
         self.failed_calls += played.failed_calls
+        self.failed_rewards += bool(played.verdict.cause)
         if played.verdict.error:
             self.add_failure(played.verdict.outcome, played.verdict.error)
 
@@ -166,8 +169,9 @@ class CollectionWarnings:
         return [replace(rollout, parts={name: rollout.parts.get(name, 0.0) for name in names}) for rollout in rollouts]
 
     def _warn_failures(self, step: int, statistics: CollectionStatistics) -> None:
-        self._failures += statistics.failed.total()
-        if not statistics.failed.total() or self._failures < 2 * self._warned_failures:
+        others = statistics.failed.total() - statistics.failed_rewards
+        self._failures += others
+        if not others or self._failures < 2 * self._warned_failures:
             return
         self._warned_failures = self._failures
         causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in statistics.failed.items())
