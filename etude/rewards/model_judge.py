@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from etude.config.address import check_url
 from etude.config.resume_marks import MAY_CHANGE
 from etude.errors import ConfigError
 from etude.observe import Metrics
@@ -115,6 +116,7 @@ class ModelJudge(RewardFunction):
             raise ConfigError(
                 f"`base_url` must begin with http:// or https:// and a host; '{self.base_url}' was given."
             )
+        check_url(self.base_url, "`base_url`")
         if self.low == self.high:
             raise ConfigError(f"`low` and `high` are both {self.low:g}. Set two different scores.")
         try:

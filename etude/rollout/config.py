@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from etude.config import Config
+from etude.config.address import check_url, parse_address
 from etude.config.only_with import OnlyWith
 from etude.config.resume_marks import MAY_CHANGE
 from etude.errors import ConfigError
@@ -228,6 +229,19 @@ class ServerConfig(RolloutConfig):
     def _wrap_single_value(cls, value: Any) -> Any:
         """Accept a single value without brackets."""
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("url")
+    @classmethod
+    def _urls_have_ports(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            check_url(url, "A server of `rollout.url`")
+        return value
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _rendezvous_is_an_address(cls, value: str) -> str:
+        parse_address(value, "rollout.rendezvous=")
+        return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

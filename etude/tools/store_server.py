@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from etude.config.address import parse_address
 from etude.config.env import etude_command, store_address
 from etude.config.secrets import mask_text
 from etude.errors import ConfigError
@@ -90,10 +91,7 @@ def serve_store(where: str, listen: str, *, keys: bool = False, release_owner: b
 
 def parse_free_address(listen: str) -> tuple[str, int]:
     """Parse the address and the port of `--listen`; refuse those that are taken."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"--listen takes an address and a port, such as 127.0.0.1:8700; '{listen}' was given.")
-    address = (host.strip("[]"), int(port))
+    address = parse_address(listen, "--listen ")
     check_address(*address, "--listen ")
     return address
 

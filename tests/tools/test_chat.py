@@ -75,7 +75,7 @@ def test_a_conversation_that_fills_the_context_is_reported(
         (["chat", "nowhere"], "There is no directory nowhere."),
         (["chat", "MODEL", "steps=3"], "`etude chat` does not read `steps`"),
         (["serve", "MODEL", "evaluate.samples=3"], "Sampling is set by `sampling`"),
-        (["serve", "MODEL", "--listen", "here"], "--listen takes an address and a port"),
+        (["serve", "MODEL", "--listen", "here"], "`--listen here` is no address and port"),
         (["chat", "MODEL", "--best"], "--best chooses among the checkpoints of a run"),
     ],
 )

@@ -20,8 +20,8 @@ KEY = "a-key-of-sixteen-letters-and-more"
 @pytest.mark.parametrize(
     ("words", "key", "message"),
     [
-        (["stores/mine", "--listen", "8700"], "", "takes an address and a port"),
-        (["stores/mine", "--listen", "127.0.0.1:99999"], "", "takes an address and a port"),
+        (["stores/mine", "--listen", "8700"], "", "is no address and port"),
+        (["stores/mine", "--listen", "127.0.0.1:99999"], "", "has the port 99999"),
         (["stores/mine", "--listen", "0.0.0.0:0"], "", "needs an admin key of yours"),
         (["file"], "", "is a file; a store needs its own directory"),
         (["stores/mine", "--listen", "127.0.0.1:0"], "short", "16 or more letters"),

@@ -109,7 +109,7 @@ def test_pages_load_no_script_or_style_that_the_policy_forbids(viewer: Viewer) -
     ("words", "sentence"),
     [
         (["--listen", "0.0.0.0:8720"], "it only listens on this machine"),
-        (["--listen", "8720"], "--listen takes an address and a port"),
+        (["--listen", "8720"], "`--listen 8720` is no address and port"),
         (["nowhere"], "There is no directory nowhere"),
     ],
 )

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from etude.config import Config
+from etude.config.address import parse_address
 from etude.config.resume_marks import MAY_CHANGE
 
 
@@ -70,9 +71,14 @@ class AgentConfig(Config):
     )
     listen: Annotated[str, MAY_CHANGE] = Field(
         "127.0.0.1:0",
-        pattern=r"^\S+:\d{1,5}$",
         description="address and port of the endpoint, and of this process's own store; port 0 is a free one",
     )
+
+    @field_validator("listen")
+    @classmethod
+    def _listen_is_an_address(cls, value: str) -> str:
+        parse_address(value, "agent.listen=")
+        return value
 
     @property
     def is_enabled(self) -> bool:
@@ -82,8 +88,7 @@ class AgentConfig(Config):
     @property
     def address(self) -> tuple[str, int]:
         """The host and the port to listen on."""
-        host, _, port = self.listen.rpartition(":")
-        return host.strip("[]"), int(port)
+        return parse_address(self.listen, "agent.listen=")
 
     @property
     def names(self) -> list[str]:

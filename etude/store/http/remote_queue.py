@@ -24,6 +24,7 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
+from etude.config.address import check_url
 from etude.errors import ConfigError, InvalidKeyError, StoreError
 from etude.images import ImageRef
 from etude.running_time import running_time
@@ -58,6 +59,7 @@ class RemoteRolloutQueue(RolloutQueue):
         timeout_s: float = 30.0,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
+        check_url(url, "The address of the store")
         address = httpx2.URL(url)
         if address.scheme not in ("http", "https"):
             raise ConfigError(f"The address of the store is '{url}'; it must begin with http:// or https://.")
