@@ -208,9 +208,26 @@ def read_recipe(
             f"`{directory_overrides[0]}` was given together with the run in {directory}, which stays where it is. "
             "Leave it out; to continue elsewhere, copy the directory and name the copy."
         )
-    run, here = compose(kind, overrides, file=directory / OPTIONS, unmask=masked), _absolute(directory)
+    run = _compose_recorded(kind, directory, overrides, masked)
+    here = _absolute(directory)
     recorded = run.directory or here
     return _with_paths(run, lambda path: _move(path, recorded, here)).model_copy(update={"directory": here})
+
+
+def _compose_recorded(
+    kind: type[R], directory: Path, overrides: Sequence[str], masked: Callable[[str], object] | None
+) -> R:
+    """Compose the options that a run has written. It wrote them whole, so one that is refused is of another version."""
+    file = directory / OPTIONS
+    try:
+        return compose(kind, overrides, file=file, unmask=masked)
+    except ConfigError as error:
+        if str(file) not in str(error):
+            raise
+        raise ConfigError(
+            f"{error}\nThe run was started with another version of Etude, or of its plug-ins. Use the versions in "
+            f"{directory / 'sessions.jsonl'} to continue it, or to export its model for a new run."
+        ) from error
 
 
 def read_metrics(directory: Path) -> list[dict[str, float]]:

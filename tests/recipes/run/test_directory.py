@@ -14,6 +14,7 @@ from etude.config.compose import compose
 from etude.config.resume_marks import marked_options
 from etude.config.tree import to_tree
 from etude.errors import ConfigError, CrewError, DamagedFileError, DataError, RunError
+from etude.integrity import write_text
 from etude.observe import read_last_step
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import (
@@ -318,6 +319,19 @@ def test_other_options_are_reported_with_a_way_to_train_on_with_them(tmp_path: P
         check_same_options(tmp_path, compose(Run, ["model.path=m", "train.learning_rate=1e-3"]))
     with pytest.raises(ConfigError, match=r"may change only while nothing depends on it: .* constant\. To continue"):
         check_same_options(tmp_path, compose(Run, ["model.path=m", "train.lr_scheduler=cosine", "steps=7"]))
+
+
+def test_an_option_of_another_version_is_told_with_what_continues_the_run(world: Path, tmp_path: Path) -> None:
+    """Options of a run's file cannot be left out or corrected by hand, so that the error says what can be done."""
+    write_options(tmp_path, run_of(world, directory=tmp_path))
+    lines = (tmp_path / OPTIONS).read_text().rpartition("# sha256")[0]
+    write_text(tmp_path / OPTIONS, lines.replace("\ntrain:\n", "\ntrain:\n  former: none\n", 1))
+    with pytest.raises(ConfigError, match=r"train\.former is not an option.*\n.*another version.*sessions\.jsonl"):
+        read_run(tmp_path)
+    write_options(tmp_path, run_of(world, directory=tmp_path))
+    with pytest.raises(ConfigError, match=r"train\.former is not an option") as caught:
+        read_run(tmp_path, ["train.former=none"])
+    assert "another version" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
