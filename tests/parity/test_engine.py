@@ -4,6 +4,7 @@ time."""
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from etude.models import Model
 from etude.records import Completion, SamplingParams
 from etude.rollout.torch_engine import TorchEngine
 from tests.rollout.engines import assert_follows, engine_of, logp_under, model_of, prompt_of, same
+from tests.waits import until
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt2"]
 
@@ -61,13 +64,28 @@ def mixed(count: int) -> tuple[list[np.ndarray], list[SamplingParams]]:
 async def _arriving(
     engine: TorchEngine, prompts: list[np.ndarray], samplings: list[SamplingParams]
 ) -> list[Completion]:
-    """Send requests in small groups while others run."""
-    tasks = []
-    for row, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-        tasks.append(asyncio.create_task(engine.generate(prompt, sampling)))
-        if row % 5 == 4:
-            await asyncio.sleep(0.005)
-    return await asyncio.gather(*tasks)
+    """Send the requests five at a time, each five during the fourth step after the ones before."""
+    loop, logits = asyncio.get_running_loop(), engine.model.logits
+    tasks: list[asyncio.Task[Completion]] = []
+    steps = count(1)
+
+    async def send() -> None:
+        now = slice(len(tasks), len(tasks) + 5)
+        pairs = zip(prompts[now], samplings[now], strict=True)
+        tasks.extend(asyncio.create_task(engine.generate(prompt, sampling)) for prompt, sampling in pairs)
+        await asyncio.sleep(0)  # they are queued
+
+    def send_in_step(hidden: Tensor, words: Tensor | None = None) -> Tensor:
+        if next(steps) % 4 == 0 and len(tasks) < len(prompts):
+            asyncio.run_coroutine_threadsafe(send(), loop).result(20)
+        return logits(hidden, words)
+
+    engine.model.logits = send_in_step  # type: ignore[method-assign]
+    await send()
+    await until(lambda: len(tasks) == len(prompts))
+    answers = await asyncio.gather(*tasks)
+    engine.model.logits = logits  # type: ignore[method-assign]
+    return answers
 
 
 @pytest.mark.parametrize(

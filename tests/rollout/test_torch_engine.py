@@ -301,11 +301,10 @@ def test_a_block_that_began_under_old_weights_is_never_found_again() -> None:
     prompt = prompt_of(5)
     with engine_of(model, block_size=256, kv_gib=0.05) as engine:
 
-        async def main() -> Completion | None:
-            stream = engine.stream(prompt, SamplingParams(max_tokens=300, seed=1))
-            await anext(stream)
-            await engine.update_weights(other.named_weights(), 1)
-            return [delta.completion async for delta in stream][-1]
+        async def main() -> Completion:
+            task = asyncio.create_task(engine.generate(prompt, SamplingParams(max_tokens=260, seed=1)))
+            await during_step(engine, 3, engine.update_weights(other.named_weights(), 1))
+            return await task
 
         old = run(main())
         assert 0 < int((old.version == 0).sum()) < 250

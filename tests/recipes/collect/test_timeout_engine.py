@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -100,16 +99,18 @@ def test_the_engine_reports_the_start_of_each_request_once() -> None:
     """This holds also if memory is short, and requests are preempted and start again."""
     model = create(tiny_config(32, layers=1, hidden=16, heads=2, kv_heads=1, context=64), seed=0)
     config = TorchEngineConfig(kv_gib=5 * block_bytes(model, 4) / 2**30, block_size=4, max_num_seqs=8)
-    results: list[float] = []
+    started: list[int] = []
     sampling = SamplingParams(max_tokens=12)
 
     async def run_requests(engine: TorchEngine) -> None:
-        calls = (
-            engine.generate(PROMPT + n, sampling, on_start=lambda: results.append(time.monotonic())) for n in range(8)
-        )
-        await asyncio.gather(*calls)
+        await engine.pause()
+        calls = (engine.generate(PROMPT + n, sampling, on_start=lambda n=n: started.append(n)) for n in range(8))
+        answers = asyncio.gather(*calls)
+        await asyncio.sleep(0)  # all are queued, and begin together
+        await engine.resume()
+        await answers
 
     with TorchEngine(model, None, config) as engine:
         asyncio.run(run_requests(engine))
         assert engine.stats().reduce()["engine/preemptions"] > 0
-    assert len(results) == 8
+    assert sorted(started) == list(range(8))
