@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from etude.running_time import _clock, running_time
+
 T = TypeVar("T")
 
 
@@ -25,6 +27,14 @@ def blocked_until(condition: Callable[[], T], within: float = 30.0) -> T:
         assert time.monotonic() < end, f"it did not come within {within:g} s"
         time.sleep(0.01)
     return value
+
+
+def skip_time(seconds: float) -> None:
+    """Move the running time of this process on, so that a limit ends now. A long limit then tests what a short one
+    does, and a slow machine never reaches it. An event loop notices when it wakes."""
+    running_time()  # the thread of the clock has started
+    looked, stopped = _clock._state
+    _clock._state = looked, stopped - seconds
 
 
 def run_at_once(work: Coroutine[Any, Any, T]) -> T:

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from etude.recipes.evaluate import EvaluatedAnswer, EvaluationConfig, Evaluator,
 from etude.recipes.event_loop import LoopThread
 from etude.records import Completion, SamplingParams, Task
 from etude.rewards import Judge
+from tests.waits import blocked_until, skip_time
 
 
 def answer(task: int, text: str, reward: float, source: str = "a", **more: object) -> EvaluatedAnswer:
@@ -94,6 +94,7 @@ class Slow:
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.under_way, self.most = seconds, 0, 0
+        self.answered = 0
 
     async def generate(
         self,
@@ -112,18 +113,20 @@ class Slow:
             await asyncio.sleep(self.seconds)
         finally:
             self.under_way -= 1
+        self.answered += 1
         return Completion(np.ones(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop", "4")
 
 
-def slowly(task: Task, answer: str) -> float:
-    """A judge that takes longer than an answer's time limit if calls wait for each other."""
-    time.sleep(0.03)
-    return 1.0
-
-
-@pytest.mark.parametrize(("seconds", "timeout", "expected"), [(0.02, 0.3, 1.0), (5.0, 0.05, 0.0)])
+@pytest.mark.parametrize(("seconds", "timeout", "expected"), [(0.0, 5.0, 1.0), (5.0, 0.05, 0.0)])
 def test_sampling_time_excludes_waiting_for_the_judge(seconds: float, timeout: float, expected: float) -> None:
     engine = Slow(seconds)
+
+    def slowly(task: Task, answer: str) -> float:
+        """Wait for all answers, and then for longer than the time limit of one."""
+        blocked_until(lambda: engine.answered == 12)
+        skip_time(6)
+        return 1.0
+
     with Judge(slowly) as judge, LoopThread() as loop:
         player = EnginePlayer(
             render=lambda _: RenderedPrompt(np.ones(3, np.int32)),

@@ -14,8 +14,18 @@ from typing import Any
 import numpy as np
 
 from etude.records import Task
+from etude.rewards import Math
+from etude.rewards.maths import is_equal
 
 NO_FUNCTION = 3
+
+
+class LoadedMath(Math):
+    """The reward of mathematics, which loads its library before the first answer, as the limit is for the answer."""
+
+    def prepare(self) -> None:
+        """Load it."""
+        assert is_equal("4", "4")
 
 
 def length(task: Task, answer: str) -> float:

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import anthropic, openai
 from tests.chat.conversations import WEATHER
 from tests.sweeps import later
+from tests.waits import skip_time, until
 
 CLIENT = httpx2.Client(timeout=30)
 ASK: list[Any] = [{"role": "user", "content": "What is it?"}]
@@ -153,8 +154,8 @@ def test_a_call_without_an_attempt_is_refused(world: World) -> None:
 # -- a provider that does not answer ----------------------------------------------------------------------------------
 
 
-def troubled() -> FastAPI:
-    """A provider that fails in the way that the model's name says."""
+def troubled(on_slow_call: Callable[[], None] = lambda: None) -> FastAPI:
+    """A provider that fails in the way that the model's name says. on_slow_call: called before it waits."""
     app = FastAPI()
 
     @app.post("/v1/chat/completions")
@@ -165,7 +166,8 @@ def troubled() -> FastAPI:
             error_body = {"error": {"message": f"no, {seen}", "type": "x"}}
             return Response(json.dumps(error_body), int(wanted), {"retry-after": "7"} if wanted == "429" else None)
         if wanted == "slow":
-            await asyncio.sleep(20)
+            on_slow_call()
+            await asyncio.sleep(60)
 
         async def events() -> AsyncIterator[str]:
             if wanted == "endless":  # one event that never ends
@@ -177,7 +179,7 @@ def troubled() -> FastAPI:
                 yield f": still there\n\ndata: {json.dumps({'choices': [choice]})}\r\n\r\n"
                 await asyncio.sleep(0.01)
             if wanted == "hangs":
-                await asyncio.sleep(20)
+                await asyncio.sleep(60)
             if wanted == "breaks":
                 raise ConnectionError("it broke")
 
@@ -193,9 +195,9 @@ MODELS = ("400", "401", "403", "404", "429", "500", "503", "302", "slow", "long"
 def trouble() -> Iterator[World]:
     monkey = pytest.MonkeyPatch()
     monkey.setenv("THEIR_KEY", SECRET)
-    with served(troubled()) as url:
+    with served(troubled(on_slow_call=lambda: skip_time(20))) as url:
         models = {name: ExternalModel(url=url, api_key_env="THEIR_KEY") for name in MODELS}
-        config = EndpointConfig(external=models | {"gone": ExternalModel(url="http://127.0.0.1:9/v1")}, timeout_s=1.0)
+        config = EndpointConfig(external=models | {"gone": ExternalModel(url="http://127.0.0.1:9/v1")}, timeout_s=20.0)
         with serving(Scripted(chat_of().tokenizer, lambda _: "Mine."), chat_of(), config=config) as world:
             yield world
     monkey.undo()
@@ -213,7 +215,7 @@ def trouble() -> Iterator[World]:
         ("500", 500, "server_error", "answered 500"),
         ("503", 503, "server_error", "answered 503"),
         ("302", 502, "server_error", "answered 302"),
-        ("slow", 504, "timeout_error", "within 1 s"),
+        ("slow", 504, "timeout_error", "within 20 s"),
         ("gone", 502, "server_error", "could not be reached"),
     ],
 )
@@ -242,6 +244,8 @@ def test_a_stream_that_fails_under_way(trouble: World, name: str) -> None:
         with pytest.raises(openai.APIError, match="The provider of"):
             for chunk in client.chat.completions.create(model=name, messages=ASK, stream=True):
                 text += chunk.choices[0].delta.content or ""
+                if name == "hangs" and text == "0 1 2 ":
+                    skip_time(20)
     assert text == "0 1 2 "
     (record,) = written(trouble, claim, 1)
     assert (record["outcome"], record["said"]) == ("failed", text)
@@ -296,15 +300,17 @@ def test_a_stream_that_its_client_drops_is_recorded(trouble: World) -> None:
 
 def test_too_many_calls_are_refused_with_retry_after(provider: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(troubled()) as url:
-        config = EndpointConfig(external={"slow": ExternalModel(url=url)}, max_running=1, max_waiting=0, timeout_s=1)
+        config = EndpointConfig(external={"slow": ExternalModel(url=url)}, max_running=1, max_waiting=0, timeout_s=20)
         with serving(Scripted(chat_of().tokenizer, lambda _: "Mine.<|im_end|>"), chat_of(), config=config) as world:
             headers = {"authorization": f"Bearer {world.attempt().model_key}"}
 
             async def statuses() -> list[int]:
                 async with httpx2.AsyncClient(base_url=world.url, headers=headers, timeout=30) as client:
                     body = {"model": "slow", "messages": ASK}
-                    calls = [client.post("/chat/completions", json=body) for _ in range(3)]
-                    calls.append(client.post("/chat/completions", json=body | {"model": "policy"}))
+                    bodies = [body, body, body, body | {"model": "policy"}]
+                    calls = [asyncio.create_task(client.post("/chat/completions", json=body)) for body in bodies]
+                    await until(lambda: sum(call.done() for call in calls) == 3)
+                    skip_time(20)
                     return [response.status_code for response in await asyncio.gather(*calls)]
 
             codes = asyncio.run(statuses())

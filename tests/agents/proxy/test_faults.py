@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event
@@ -31,7 +31,7 @@ from etude.store.queue.rollout_queue import AttemptId, AttemptReport
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import anthropic, openai
 from tests.sweeps import sweep
-from tests.waits import blocked_until, until
+from tests.waits import blocked_until, skip_time, until
 
 ASK: list[Any] = [{"role": "user", "content": "What is it?"}]
 CHAT: dict[str, Any] = {"model": "policy", "messages": ASK}
@@ -516,16 +516,18 @@ def test_a_call_that_its_client_drops_is_ended() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_call_that_takes_too_long(streamed: bool) -> None:
     with serving(
-        scripted("so " * 900, pause=0.05 if streamed else 5),
+        scripted("so " * 900, pause=0.02 if streamed else 5),
         chat_of(),
-        config=EndpointConfig(timeout_s=1.2 if streamed else 0.1),
+        config=EndpointConfig(timeout_s=20 if streamed else 0.1),
     ) as world:
         claim = world.attempt()
         with (
             openai.OpenAI(base_url=world.url, api_key=claim.model_key, max_retries=0) as client,
             pytest.raises(openai.APIError, match="took longer than") as raised,
         ):
-            list(client.chat.completions.create(**CHAT, stream=streamed))
+            for number, _ in enumerate(client.chat.completions.create(**CHAT, stream=streamed)):
+                if number == 1:  # a token has come
+                    skip_time(20)
         if streamed:
             (turn,) = blocked_until(lambda: world.turns(claim.attempt_id))
             assert turn.completion.finish_reason == "abort" and 1 <= len(turn.completion.ids) < 100
@@ -534,12 +536,31 @@ def test_a_call_that_takes_too_long(streamed: bool) -> None:
         assert world.endpoint.metrics()["endpoint/timed_out"] == 1
 
 
+class Held(Scripted):
+    """An upstream that answers once the test lets it."""
+
+    def __init__(self, tokenizer: Tokenizer, says: Callable[[str], str]) -> None:
+        super().__init__(tokenizer, says)
+        self.may_answer = Event()
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, images: PromptImages | None = None
+    ) -> Completion:
+        """Return the whole answer."""
+        await until(self.may_answer.is_set)
+        return await super().generate(prompt, sampling, images=images)
+
+
 def test_too_many_calls_are_refused_with_retry_after() -> None:
     config = EndpointConfig(max_running=1, max_waiting=1)
-    with serving(scripted(pause=0.5), chat_of(), config=config) as world:
+    upstream = Held(chat_of().tokenizer, lambda _: "It is so.<|im_end|>")
+    with serving(upstream, chat_of(), config=config) as world:
         key = world.attempt().model_key
         with ThreadPoolExecutor(4) as pool:
-            responses = list(pool.map(lambda _: posted(world, "/v1/messages", CLAUDE, key), range(4)))
+            calls = [pool.submit(posted, world, "/v1/messages", CLAUDE, key) for _ in range(4)]
+            blocked_until(lambda: sum(call.done() for call in calls) == 2)
+            upstream.may_answer.set()
+            responses = [call.result() for call in calls]
         assert sorted(response.status_code for response in responses) == [200, 200, 429, 429]
         busy = next(response for response in responses if response.status_code == 429)
         assert int(busy.headers["retry-after"]) >= 1 and error_of("/v1/messages", busy)[1] == "rate_limit_error"

@@ -24,6 +24,7 @@ from etude.errors import ConfigError
 from etude.images import PromptImages
 from etude.records import Completion, SamplingParams, Task, Turn
 from etude.rollout.request import Delta
+from etude.running_time import EventLoop
 from etude.store.journal.journal import Journal
 from etude.store.journal.memory import MemoryJournal
 from etude.store.queue.keys import Keyring
@@ -181,7 +182,7 @@ def serving(
         if held is not None:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, held)
         server = uvicorn.Server(uvicorn.Config(create_app(endpoint), log_level="warning", timeout_graceful_shutdown=5))
-        loop = asyncio.new_event_loop()
+        loop = EventLoop()
         began = threading.Event()
 
         async def serve() -> None:

@@ -52,6 +52,7 @@ from etude.store.queue.local_queue import open_own_queue
 from tests.recipes.collect.commits import record_commits
 from tests.recipes.runs import rows_of
 from tests.rewards.functions import stubborn
+from tests.waits import skip_time
 from tests.worlds import make_tokenizer
 
 TASKS = [{"prompt": f"{row}+1=", "answer": str(row + 1), "data_source": "sums"} for row in range(12)]
@@ -407,21 +408,44 @@ def test_an_answer_without_tokens_is_an_ordinary_rollout() -> None:
     assert len(turns) == 6 and {r.outcome for r in groups.rollouts} == {Outcome.SUCCEEDED}
 
 
+class Thinking(Scripted):
+    """An engine that takes a while for each answer, on a thread. The running time moves on by ten seconds with each."""
+
+    async def generate(
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        on_start: Callable[[], None] | None = None,
+    ) -> Completion:
+        """Return tokens drawn by the seed of the request."""
+        assert on_start is not None
+        on_start()
+        self.answering += 1
+        self.most = max(self.most, self.answering)
+        await asyncio.to_thread(time.sleep, 0.03)
+        self.answering -= 1
+        skip_time(10)
+        return await super().generate(prompt, sampling, images=images, on_start=lambda: None)
+
+
 def test_the_time_limit_excludes_the_queue_and_the_judge() -> None:
+    """All answers take longer than the limit of one."""
+
     def slowly(task: Task, answer: str) -> float:
         time.sleep(0.03)
         return even(task, answer)
 
-    engine, store = Scripted(lambda _: 0.06), open_store()
-    with sourced(engine, store, slowly, timeout=0.3, retries=0, max_concurrency=2, group_size=6) as source:
+    engine, store = Thinking(), open_store()
+    with sourced(engine, store, slowly, timeout=60, retries=0, max_concurrency=2, group_size=6) as source:
         groups = source.next(1)
     assert len(groups.rollouts) == 12 and groups.metrics.reduce()["failed_attempts"] == 0
     assert engine.most == 2, "the number of concurrent requests is limited"
     turns = sorted(_turns_of(store), key=lambda turn: turn.began)
-    assert all(turn.at - turn.began > 0.05 for turn in turns), "the time of sampling an answer"
-    assert all(second.began >= first.at for first, second in zip(turns[:-2], turns[2:], strict=True)), (
-        "without the wait in the queue"
-    )
+    assert all(turn.at - turn.began > 0.02 for turn in turns), "the time of sampling an answer"
+    beside = [sum(other.began < turn.began < other.at for other in turns) for turn in turns]
+    assert max(beside) <= 1, "without the wait in the queue"
     ends = {
         event.rollout: event.at for _, event in store.read(kinds=(AttemptEnded,)) if isinstance(event, AttemptEnded)
     }
