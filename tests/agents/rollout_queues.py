@@ -11,6 +11,7 @@ from typing import Any
 from etude.agents.agent import Agent
 from etude.agents.runner import Runner, RunnerTimeouts
 from etude.records import Task
+from etude.running_time import EventLoop
 from etude.store import RolloutState, open_store
 from etude.store.queue.local_queue import LocalRolloutQueue
 from etude.store.queue.rollout_queue import RolloutLimits, RolloutRequest
@@ -112,4 +113,5 @@ async def play(
 
 def played(agent: Agent, rollouts: Sequence[RolloutRequest], **options: Any) -> Played:
     """Run `play` from a test that is no coroutine."""
-    return asyncio.run(play(agent, rollouts, **options))
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        return runner.run(play(agent, rollouts, **options))

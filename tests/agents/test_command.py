@@ -9,7 +9,7 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from etude.store.queue.local_queue import LocalRolloutQueue
 from etude.store.queue.rollout_queue import AttemptId, Claim, RolloutLimits
 from tests.agents.rollout_queues import AWAY, ENDPOINT, Played, played, wanted
 from tests.processes import gone
-from tests.waits import until
+from tests.waits import skip_time, until
 
 
 def ran(
@@ -34,10 +34,12 @@ def ran(
     count: int = 1,
     fields: dict[str, Any] | None = None,
     endpoint: Mapping[str, str] = ENDPOINT,
+    meanwhile: Callable[[LocalRolloutQueue, Runner], Awaitable[None]] | None = None,
     **options: Any,
 ) -> Played:
     """Play a command."""
-    return played(etude.command(line, **options), wanted(count, fields=fields), endpoint=endpoint)
+    program, rollouts = etude.command(line, **options), wanted(count, fields=fields)
+    return played(program, rollouts, endpoint=endpoint, meanwhile=meanwhile)
 
 
 def python(code: str) -> list[str]:
@@ -140,37 +142,55 @@ def test_a_program_that_reads_nothing_of_a_long_task_succeeds() -> None:
     assert result.only.status is Status.FAILED and "the most that an environment variable holds" in result.error
 
 
+def stopped_at_its_limit(file: Path, limit_s: float) -> Callable[[LocalRolloutQueue, Runner], Awaitable[None]]:
+    """Return what lets the time limit of a program pass once it has written a file and is known to run."""
+
+    async def meanwhile(queue: LocalRolloutQueue, runner: Runner) -> None:
+        await until(lambda: file.exists() and queue.journal.rollout(0).attempts[0].status is Status.RUNNING)
+        await until(lambda: runner._asked_at is None)  # the time of a reply would not count
+        skip_time(limit_s)
+
+    return meanwhile
+
+
 def test_the_time_of_a_program_is_bounded_and_all_its_processes_end(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    line = f"""trap '' TERM; sleep 60 & echo $! >> {pids}; echo $$ >> {pids}; echo said; wait; wait"""
-    began = time.monotonic()
-    result = ran(line, timeout_s=0.5, grace_s=0.2)
-    assert result.only.status is Status.TIMED_OUT and time.monotonic() - began < 10
+    pids, ready = tmp_path / "pids", tmp_path / "ready"
+    line = f"""trap '' TERM; sleep 60 & echo $! >> {pids}; echo $$ >> {pids}; echo said; touch {ready}; wait; wait"""
+    result = ran(line, timeout_s=15, grace_s=0.2, meanwhile=stopped_at_its_limit(ready, 15))
+    assert result.only.status is Status.TIMED_OUT
     assert result.events[0][0]["data"]["stdout"] == "said\n"
-    assert result.error == "It did not end within 0.5 s. Its standard output ended with:\nsaid"
+    assert result.error == "It did not end within 15 s. Its standard output ended with:\nsaid"
     assert all(gone(int(pid)) for pid in pids.read_text().split())
 
 
-def test_a_program_that_takes_longer_than_its_rollout_allows_says_how_far_it_came() -> None:
+def test_a_program_that_takes_longer_than_its_rollout_allows_says_how_far_it_came(tmp_path: Path) -> None:
     """The runner stops it, and the queue waits for the runner's report."""
-    limits = RolloutLimits(timeout_s=0.5, max_attempts=1)
-    result = played(etude.command("echo asking; echo waits >&2; sleep 60"), wanted(1, limits))
+    ready = tmp_path / "ready"
+    program = etude.command(f"echo asking; echo waits >&2; touch {ready}; sleep 60")
+    limits = RolloutLimits(timeout_s=15, max_attempts=1)
+    result = played(program, wanted(1, limits), meanwhile=stopped_at_its_limit(ready, 15))
     assert result.only.status is Status.TIMED_OUT
     ends = "Its standard output ended with:\nasking\nIts standard error ended with:\nwaits"
-    assert result.error == f"It did not end within 0.5 s. {ends}"
+    assert result.error == f"It did not end within 15 s. {ends}"
 
 
-def test_an_agent_may_bound_the_time_of_a_program_itself() -> None:
+def test_an_agent_may_bound_the_time_of_a_program_itself(tmp_path: Path) -> None:
     """`asyncio.timeout` recognizes its own cancellation by the plain exception type."""
-
-    program = etude.command("echo asking; sleep 60")
+    ready = tmp_path / "ready"
+    program = etude.command(f"echo asking; touch {ready}; sleep 60")
 
     @etude.agent
     async def bounded(task: Any) -> float:
+        async def end() -> None:
+            await until(ready.exists)
+            limit.reschedule(0.0)
+
+        ending = asyncio.create_task(end())
         try:
-            async with asyncio.timeout(0.4):
+            async with asyncio.timeout(None) as limit:
                 await program.run(Claim(AttemptId(0, 0), task, "train", RolloutLimits(), {}, "", ""), "")
         except TimeoutError as error:
+            await ending
             assert isinstance(error.__cause__, asyncio.CancelledError)
             return float("Its standard output ended with:\nasking" in error.__cause__.__notes__)
         return 0.0
@@ -180,8 +200,10 @@ def test_an_agent_may_bound_the_time_of_a_program_itself() -> None:
 
 
 def test_a_terminated_program_may_clean_up(tmp_path: Path) -> None:
-    result = ran(f"trap 'echo tidied > {tmp_path}/log; exit 0' TERM; sleep 60 & wait", timeout_s=0.4)
-    assert result.only.status is Status.TIMED_OUT and (tmp_path / "log").read_text() == "tidied\n"
+    log, ready = tmp_path / "log", tmp_path / "ready"
+    line = f"trap 'echo tidied > {log}; exit 0' TERM; touch {ready}; sleep 60 & wait"
+    result = ran(line, timeout_s=15, meanwhile=stopped_at_its_limit(ready, 15))
+    assert result.only.status is Status.TIMED_OUT and log.read_text() == "tidied\n"
 
 
 def test_child_processes_of_a_program_end_with_it(tmp_path: Path) -> None:
