@@ -40,6 +40,7 @@ from etude.store.queue.rollout_queue import (
 )
 from tests.contracts.rollout_queues import QUEUES, Story, claim, ended, play, wanted
 from tests.store.made import turn
+from tests.waits import skip_time
 
 DONE = AttemptReport(Outcome.SUCCEEDED)
 RUN = QueueOwner("run", "/runs/mine")
@@ -225,11 +226,12 @@ def test_a_reward_recorded_before_may_be_repeated_with_the_end(tell: Callable[[S
 
 def test_an_attempt_that_takes_too_long_ends_and_its_late_report_is_stored(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
-        await queue.enqueue(wanted(0, limits=RolloutLimits(timeout_s=0.3, max_attempts=1)))
+        await queue.enqueue(wanted(0, limits=RolloutLimits(timeout_s=20, max_attempts=1)))
         (got,) = await claim(queue)
+        skip_time(30)
         cursor, (state,) = await queue.wait(0, 20)
         assert state.status is Status.TIMED_OUT and state.last is not None
-        assert state.last.error == "It was not finished 0.3 s after it was claimed." == state.attempts[0].error
+        assert state.last.error == "It was not finished 20 s after it was claimed." == state.attempts[0].error
         assert await queue.heartbeat("runner", [got.attempt_id]) == [(got.attempt_id, state.last.error)]
         with pytest.raises(IllegalTransitionError, match="Rollout 0 is timed_out and cannot record a turn"):
             await queue.record_turn(got.attempt_id, turn())
@@ -248,8 +250,11 @@ def test_an_attempt_that_takes_too_long_ends_and_its_late_report_is_stored(tell:
 
 def test_a_runner_that_falls_silent_loses_its_work(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
-        await queue.enqueue(wanted(0, 2, RolloutLimits(unresponsive_s=0.8, max_attempts=1)))
+        await queue.enqueue(wanted(0, 2, RolloutLimits(unresponsive_s=40, max_attempts=1)))
         spoken_of, silent = await claim(queue, 2)
+        skip_time(25)
+        assert await queue.heartbeat("runner", [spoken_of.attempt_id]) == []
+        skip_time(20)
         over: list[int] = []
         cursor, deadline = 0, time.monotonic() + 20
         while not over and time.monotonic() < deadline:
@@ -258,7 +263,7 @@ def test_a_runner_that_falls_silent_loses_its_work(tell: Callable[[Story], None]
             over += [state.id for state in states]
         assert over == [silent.attempt_id.rollout]
         (state,) = (await queue.find(RolloutQuery(statuses=(Status.UNRESPONSIVE,)))).rollouts
-        assert state.last is not None and state.last.error == "Its runner 'runner' sent nothing for 0.8 s."
+        assert state.last is not None and state.last.error == "Its runner 'runner' sent nothing for 40 s."
         assert await queue.finish(spoken_of.attempt_id, DONE)
 
     tell(story)
@@ -296,8 +301,9 @@ def test_an_infrastructure_error_does_not_count_ten_times(tell: Callable[[Story]
 
 def test_a_result_of_an_attempt_that_was_retried_is_late(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
-        await queue.enqueue(wanted(0, limits=RolloutLimits(timeout_s=0.3)))
+        await queue.enqueue(wanted(0, limits=RolloutLimits(timeout_s=20)))
         (first,) = await claim(queue)
+        skip_time(30)
         (second,) = await claim(queue, runner="other")
         assert (first.attempt_id, second.attempt_id) == (AttemptId(0, 0), AttemptId(0, 1))
         assert await queue.finish(first.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)) is False
@@ -393,7 +399,7 @@ def test_a_run_that_takes_a_queue_over_begins_another_epoch(tell: Callable[[Stor
 def test_without_a_lease_nothing_is_assigned_and_nothing_is_lost(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
         epoch = await queue.acquire_lease(RUN, None, 60.0)
-        limits = RolloutLimits(max_attempts=1, queue_timeout_s=0.8)
+        limits = RolloutLimits(max_attempts=1, queue_timeout_s=20)
         await queue.enqueue([*wanted(0, limits=RolloutLimits(max_attempts=1)), *wanted(1, limits=limits)])
         for number in range(8):
             (got,) = await claim(queue)
@@ -404,7 +410,8 @@ def test_without_a_lease_nothing_is_assigned_and_nothing_is_lost(tell: Callable[
             assert stop == [(got.attempt_id, INTERRUPTED)]
             assert await queue.claim("runner", 2, 0.0) == []
             if number == 1:
-                await asyncio.sleep(1.0)  # and nothing waits without need
+                skip_time(30)
+                assert (await queue.statistics())["failed"] == 0, "the wait without a run does not count"
             await queue.acquire_lease(RUN, epoch, 60.0)
         for got in await claim(queue, 2):
             assert await queue.finish(got.attempt_id, DONE)
