@@ -31,6 +31,8 @@ MAX_ERROR_CHARACTERS = 400
 CLIENT_ERROR_CODES = (400, 413, 422)
 AUTH_ERROR_CODES = (401, 403)
 _EVENT_SEPARATOR = re.compile(rb"\r?\n\r?\n")
+_MAX_SEPARATOR = 4
+"""The most bytes between two events. What was searched before may end with all of them but one."""
 
 
 class ServerUnreachableError(EngineError):
@@ -92,18 +94,21 @@ class HttpClient:
         Closing the iteration tells the server to stop.
         """
         async with self._open("POST", path, body, None) as response:
-            buffer, read = bytearray(), 0
+            buffer = bytearray()
+            read = searched = 0
             try:
                 async for chunk in response.aiter_bytes():
                     read += 1
                     buffer += chunk
                     start = 0
-                    for end in _EVENT_SEPARATOR.finditer(buffer):
+                    # An event may have megabytes, such as the routes of an answer: its bytes are searched once.
+                    for end in _EVENT_SEPARATOR.finditer(buffer, max(searched - _MAX_SEPARATOR + 1, 0)):
                         event, start = bytes(buffer[start : end.start()]), end.end()
                         data = event.removeprefix(b"data:").strip()
                         if data and data != b"[DONE]":
                             yield read, self._parse_event(data)
                     del buffer[:start]
+                    searched = len(buffer)
             except httpx2.HTTPError as error:
                 raise self._unreachable(error) from error
 
