@@ -66,12 +66,9 @@ class DemonstrationDataConfig(SupervisedDataConfig):
         if prompt is not None and (completion is not None or columns.completion in paths):
             shown, answer = _place_images(images, row, prompt, completion)
             answer_messages = check_text_or_messages(answer, where, "completion")
-            if self.train_on == "last" and not isinstance(answer_messages, str):
-                answer_messages = [
-                    message if index == len(answer_messages) - 1 else {**message, "weight": 0}
-                    for index, message in enumerate(answer_messages)
-                ]
-            return (tokenize_answer(chat, check_prompt(shown, where), answer_messages, tools, where),)
+            last_only = self.train_on == "last"
+            prompt_messages = check_prompt(shown, where)
+            return (tokenize_answer(chat, prompt_messages, answer_messages, tools, where, last_only=last_only),)
         text = lookup(row, columns.text)
         if columns.text in paths or text is not None:
             if text is not None and not isinstance(text, str):

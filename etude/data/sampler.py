@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 
 from etude.config import Config
 from etude.errors import ConfigError
+from etude.records import has_zero_variance
 
 Sources = Callable[[], Sequence[str]]
 
@@ -255,7 +256,7 @@ class _CurriculumOrder(RowOrder):
 
     def record_rewards(self, row: int, rewards: Sequence[float]) -> None:
         """Skip a row for `cooldown` epochs if its group's rewards are equal. A group of one changes nothing."""
-        if len(rewards) > 1 and min(rewards) == max(rewards):
+        if len(rewards) > 1 and has_zero_variance(min(rewards), max(rewards)):
             self._advance_row(row, self._cooldown)
 
     def state(self) -> dict[str, Any]:

@@ -120,15 +120,23 @@ def tokenize_messages(
 
 
 def tokenize_answer(
-    chat: ChatRenderer, prompt: TextOrMessages, answer: TextOrMessages, tools: Sequence[MessageDict], where: str
+    chat: ChatRenderer,
+    prompt: TextOrMessages,
+    answer: TextOrMessages,
+    tools: Sequence[MessageDict],
+    where: str,
+    *,
+    last_only: bool = False,
 ) -> AnswerRows:
-    """Tokenize an answer to a prompt, both as text or as messages. where: the row's name in errors."""
+    """Tokenize an answer to a prompt, both as text or as messages. where: the row's name in errors. last_only: train
+    only the last of several answers."""
     try:
         if not isinstance(prompt, str):
             answer_messages: Sequence[MessageDict] = (
                 [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
             )
-            return tokenize_messages(chat, [*prompt, *answer_messages], tools, first=len(prompt))
+            messages = [*prompt, *answer_messages]
+            return tokenize_messages(chat, messages, tools, first=len(prompt), last_only=last_only)
         if isinstance(answer, str):
             return tokenize_completion(chat, prompt, answer)
     except ChatError as error:

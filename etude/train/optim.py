@@ -55,6 +55,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _is_decayed(name: str, weight: Tensor) -> bool:
+    """Return true for a matrix. The biases of a mixture's experts have two dimensions too, and are none."""
+    return weight.ndim >= 2 and not name.endswith("bias")
+
+
 def compute_learning_rate(config: TrainConfig, update: int, updates: int | None) -> float:
     """Return the learning rate of an update, counted from 0. updates: the number of all; a constant rate needs none."""
     if update < config.warmup_steps:
@@ -89,8 +94,8 @@ class WeightOptimizer:
         self._good_steps = torch.tensor(0)
         self.watch: GradientWatcher = ignore_gradient
         groups: dict[tuple[bool, bool], list[Tensor]] = {}
-        for weight in weights.values():  # AdamW takes no DTensors together with others
-            groups.setdefault((weight.ndim >= 2, isinstance(weight, DTensor)), []).append(weight)
+        for name, weight in weights.items():  # AdamW takes no DTensors together with others
+            groups.setdefault((_is_decayed(name, weight), isinstance(weight, DTensor)), []).append(weight)
         self._adam = torch.optim.AdamW(
             [
                 {"params": group, "weight_decay": config.weight_decay if is_decayed else 0.0}
@@ -217,9 +222,10 @@ class ShardedOptimizer(WeightOptimizer):
     def step(self, learning_rate: float) -> StepResult:
         """Clip the gradient and update the weights. Without a loss on any rank the gradient is none, not zero: weight
         decay and AdamW's moments do not act then."""
-        if not self._rollout_ranks.all_max(self.losses):
+        if self._rollout_ranks.all_max(self.losses):
+            self._sum_gradients()
+        else:
             self.zero_grad()
-        self._sum_gradients()
         return super().step(learning_rate)
 
     def offloadable_tensors(self) -> list[Tensor]:

@@ -125,6 +125,38 @@ def test_a_value_that_is_no_json_fails_its_rollout_only() -> None:
         assert within(60, played(pool))[0].content
 
 
+def test_a_task_that_is_no_json_fails_its_rollout_only() -> None:
+    async def both(pool: HubPool) -> Observation:
+        beside = pool.new_env()
+        await beside.reset(TASK)
+        wrong = pool.new_env()
+        with pytest.raises(HubError, match="it was to be sent a value that is no JSON"):
+            await wrong.reset(Task(1, {**TASK.fields, "seed": float("nan")}))
+        await wrong.close()
+        shown = await beside.step(calling("add", number=1))
+        await beside.close()
+        return shown
+
+    with HubPool(spec_of(), 1) as pool:
+        assert within(60, both(pool)).content[0]["content"] == "4"
+
+
+def test_a_rollout_that_is_cancelled_as_it_begins_leaves_nothing_in_its_guest() -> None:
+    """Its event loop was busy, so that it has not seen yet that it has a guest."""
+
+    async def cancelled(pool: HubPool) -> None:
+        beginning = asyncio.create_task(pool.new_env().reset(TASK))
+        await asyncio.sleep(0)
+        blocked_until(lambda: any(pool._sessions.values()))
+        beginning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await beginning
+        await until(lambda: not any(pool._sessions.values()))
+
+    with HubPool(spec_of(), 1) as pool:
+        within(60, cancelled(pool))
+
+
 @pytest.mark.parametrize("way", ["hang", "spin"])
 def test_a_call_that_hangs_ends_where_its_caller_gives_up(way: str) -> None:
     """Its guest plays on for its other rollouts, and takes no further ones."""
@@ -209,6 +241,15 @@ def test_a_guest_that_answers_twice_is_killed(tmp_path: Path) -> None:
         pytest.raises(GuestLostError, match="that no request waits for"),
     ):
         within(60, played(pool, *[Message("assistant", "")] * 50))
+
+
+def test_an_answer_without_a_number_is_no_answer(tmp_path: Path) -> None:
+    body = TWICE.replace('"id": request["id"]', '"id": [request["id"]]') % "None"
+    with (
+        HubPool(spec_of(python=script(tmp_path, body)), 1) as pool,
+        pytest.raises(GuestLostError, match="that no request waits for"),
+    ):
+        within(20, played(pool))
 
 
 def test_an_answer_that_is_no_observation_is_a_failure(tmp_path: Path) -> None:
