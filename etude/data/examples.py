@@ -19,6 +19,7 @@ from etude.chat.messages import REASONING_KEYS
 from etude.config import Choice, Config
 from etude.data.config import DataFiles
 from etude.data.dataset import OverlongHandling
+from etude.data.example_images import ExampleImage, ExampleImages
 from etude.data.files import DATA_SOURCE_COLUMN, lookup
 from etude.data.sampler import SAMPLERS, Sampler, ShuffledSampler
 from etude.data.table import RowTable, open_sources
@@ -87,17 +88,12 @@ class SupervisedDataConfig(DataFiles, ABC):
         max_images: the most images of an example."""
         table = RowTable(open_sources(files))
         limit = self.max_row_tokens(context_length)
-
-        def read_images(row: int) -> Mapping[str, bytes]:
-            images = TaskImages(table.location(row), table.directory(row))
-            self.tokenize_row(table.row(row), chat, table.location(row), images)
-            return images.contents
-
-        examples = Examples(name, len(table), read_images)
+        examples = Examples(name, len(table), ExampleImages(name, table))
         rows_with_reasoning = 0
         for row in range(len(table)):
             values, where = table.row(row), table.location(row)
-            example = self.tokenize_row(values, chat, where, TaskImages(where, table.directory(row)))
+            images = TaskImages(where, table.directory(row))
+            example = self.tokenize_row(values, chat, where, images)
             _check_image_count(example, max_images, where)
             reason = _skip_reason(example)
             if reason is None and _max_length(example) > limit:
@@ -109,7 +105,7 @@ class SupervisedDataConfig(DataFiles, ABC):
                 example, reason = _truncate(example, limit), TOO_LONG
             truncated = reason == TOO_LONG and self.overlong == "truncate"
             keep = truncated and _skip_reason(example) is None
-            examples.add(example, row, self._source(values), where, reason, keep=keep)
+            examples.add(example, row, self._source(values), where, reason, keep=keep, paths=images.paths)
             rows_with_reasoning += _has_reasoning(values)
             on_row()
         if rows_with_reasoning and not chat.shows_reasoning():
@@ -129,14 +125,14 @@ class SupervisedDataConfig(DataFiles, ABC):
 class Examples:
     """The tokenized examples of a run, in the order of its files, and counts of the rows left out with the reasons.
 
-    The bytes of images are not kept: they are read again whenever a batch needs them.
+    The bytes of images are not kept: they are read again whenever a pass needs them.
     """
 
-    def __init__(self, name: str, rows: int, read_images: Callable[[int], Mapping[str, bytes]]) -> None:
-        """read_images: returns the images of a row of the files, by digest."""
+    def __init__(self, name: str, rows: int, images: ExampleImages) -> None:
+        """images: those of the rows of the files."""
         self._name = name
         self._rows = rows
-        self._read_images = read_images
+        self._images = images
         self._examples: list[Example] = []
         self._row_of: list[int] = []
         self._sources: list[str] = []
@@ -149,30 +145,36 @@ class Examples:
     def __getitem__(self, row: int) -> Example:
         return self._examples[row]
 
-    def images(self, index: int) -> Mapping[str, bytes]:
-        """Return the images of an example, by digest."""
-        shown = {span.digest for answer in self._examples[index] for row in answer for span in row.images}
-        if not shown:
-            return {}
-        found = self._read_images(self._row_of[index])
-        if missing := shown - found.keys():
-            raise DataError(
-                f"Row {self._row_of[index]} of {self._name} no longer has the image {min(missing)[:12]}, which it had "
-                "when the run began. Leave the files of a run as they are, or start the run again."
-            )
-        return {digest: found[digest] for digest in shown}
+    def images(self, index: int) -> Mapping[str, ExampleImage]:
+        """Return handles to the images of an example, by digest."""
+        shown = dict.fromkeys(span.digest for answer in self._examples[index] for row in answer for span in row.images)
+        return {digest: ExampleImage(self._images, self._row_of[index], digest) for digest in shown}
 
     def sources(self) -> list[str]:
         """Return the data source of each example."""
         return self._sources
 
-    def add(self, example: Example, row: int, source: str, where: str, skip_reason: str | None, *, keep: bool) -> None:
-        """Add the example of a row, or count the reason to skip it. keep: add it in spite of a reason."""
+    def add(
+        self,
+        example: Example,
+        row: int,
+        source: str,
+        where: str,
+        skip_reason: str | None,
+        *,
+        keep: bool,
+        paths: Mapping[str, str],
+    ) -> None:
+        """Add the example of a row, or count the reason to skip it.
+
+        keep: add it in spite of a reason. paths: of its images that are files, by digest.
+        """
         if skip_reason is not None:
             self._skip_counts[skip_reason] += 1
             self._first_skipped.setdefault(skip_reason, where)
         if skip_reason is None or keep:
             self._examples.append(example)
+            self._images.note_paths(row, paths)
             self._row_of.append(row)
             self._sources.append(source)
 

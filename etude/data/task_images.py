@@ -48,6 +48,8 @@ class TaskImages:
         self._directory = directory
         self.contents: dict[str, bytes] = {}
         """The bytes of the images that were read, by digest."""
+        self.paths: dict[str, str] = {}
+        """The paths of those that are files, by digest."""
 
     def read_all(self, value: Any) -> Any:
         """Return a value with the address of each image in its place. A text is only an image if it is a data URL."""
@@ -121,26 +123,29 @@ class TaskImages:
         if isinstance(source, str) and find_address(source) is not None:
             return source
         try:
-            content, name = self._content(source)
+            content, name, path = self._content(source)
             ref = measure_image(content, name)
         except ImageError as error:
             raise DataError(f"{self._where}: {error}") from error
         self.contents[ref.digest] = content
+        if path:
+            self.paths[ref.digest] = path
         return image_address(ref)
 
-    def _content(self, source: Any) -> tuple[bytes, str]:
-        """Return the bytes of an image, and its name in errors."""
+    def _content(self, source: Any) -> tuple[bytes, str, str]:
+        """Return the bytes of an image, its name in errors, and its path if it is a file."""
         if isinstance(source, Mapping):
             source = source.get("bytes") or source.get("path")
         if not isinstance(source, str) or not source:
             raise DataError(f"{self._where} has an image without bytes and without a path. Give it one of them.")
         if source.startswith("data:"):
-            return from_data_url(source, "An image"), "An image"
+            return from_data_url(source, "An image"), "An image", ""
         name = source if len(source) <= SHOWN else source[:SHOWN] + "…"
-        return self._file(source, name), f"The image `{name}`"
+        return self.read_file(source), f"The image `{name}`", source
 
-    def _file(self, source: str, name: str) -> bytes:
-        """Return the bytes of a file. name: the file in errors."""
+    def read_file(self, source: str) -> bytes:
+        """Return the bytes of an image by its path."""
+        name = source if len(source) <= SHOWN else source[:SHOWN] + "…"
         if "://" in source:
             raise DataError(
                 f"{self._where} names the image `{name}`, and no data are fetched from addresses. Save the image "

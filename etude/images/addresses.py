@@ -44,6 +44,16 @@ def find_refs(value: Any) -> Iterator[ImageRef]:
             yield from find_refs(item)
 
 
+def find_data_urls(value: Any) -> Iterator[str]:
+    """Yield the images whose bytes are in a JSON value, as data URLs, in order."""
+    if isinstance(value, str):
+        if value.startswith("data:"):
+            yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from find_data_urls(item)
+
+
 def media_type(content: bytes) -> str:
     """Return the media type of an encoded image, by its first bytes; an empty text for any other file."""
     if content.startswith(b"\x89PNG\r\n\x1a\n"):

@@ -58,7 +58,7 @@ class ExampleStream:
         """The number of passes that are done."""
         return self._order.position / len(self._examples)
 
-    def next(self, put: PutBytes = bytes) -> Batch:
+    def next(self, put: PutBytes | None = None) -> Batch:
         """Return the batch of the next step. put: as for `read_batch`."""
         first = self._order.position
         end = first + self._size if self._steps is not None else min(first + self._size, self._until)
@@ -80,15 +80,18 @@ class ExampleStream:
             )
 
 
-def read_batch(examples: Examples, chosen: Sequence[int], put: PutBytes = bytes) -> Batch:
-    """Return the batch of some examples, with their images. put: stores the bytes of an image where the ranks can read
-    them, and returns a handle."""
+def read_batch(examples: Examples, chosen: Sequence[int], put: PutBytes | None = None) -> Batch:
+    """Return the batch of some examples, with their images.
+
+    put: stores the bytes of an image where the ranks can read them, and returns a handle. With None they are not read
+    yet: a pass reads those of its images that are not in the cache of pixels.
+    """
     sources = examples.sources()
     images: dict[str, bytes | StoredBytes] = {}
     for index in chosen:
-        for digest, content in examples.images(index).items():
+        for digest, image in examples.images(index).items():
             if digest not in images:
-                images[digest] = put(content)
+                images[digest] = image if put is None else put(image.read())
     return batch_of([examples[index] for index in chosen], [sources[index] for index in chosen], images)
 
 

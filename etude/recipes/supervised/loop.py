@@ -36,7 +36,7 @@ class PeriodicValidation:
         """Return the examples that are measured, as one batch."""
         assert self.examples is not None, "something is measured"
         count = min(self.config.limit or len(self.examples), len(self.examples))
-        return read_batch(self.examples, range(count), self.learner.crew.put_bytes)
+        return read_batch(self.examples, range(count), self.learner.put_bytes)
 
     def maybe_run(self, step: int) -> Metrics:
         """Measure the model if it is due after this step."""
@@ -102,7 +102,7 @@ def run_supervised_loop(parts: SupervisedComponents) -> None:
     for step in parts.checkpoint.remaining_steps():
         with translate_memory_errors(), parts.log.step(step) as at:
             with at.timer("read"):
-                batch = parts.examples.next(parts.learner.crew.put_bytes)
+                batch = parts.examples.next(parts.learner.put_bytes)
             with at.timer("annotate"):
                 batch = parts.learner.annotate(batch)
             with at.timer("update"):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.algorithms import Loss
-from etude.batch import Batch
+from etude.batch import Batch, StoredBytes
+from etude.dispatch import LocalCrew
 from etude.observe import Metrics
 from etude.protocols import Crew, Gather, Split, dispatch_mode
 from etude.recipes.workers.checkpointed import CheckpointedModels, CheckpointedWorker
@@ -83,6 +84,11 @@ class SupervisedLearner(CheckpointedModels):
     """The trained model, as the loop calls it."""
 
     crew: Crew
+
+    @property
+    def put_bytes(self) -> Callable[[bytes], bytes | StoredBytes] | None:
+        """The function that stores bytes where the ranks can read them; None if the only rank is in this process."""
+        return None if isinstance(self.crew, LocalCrew) else self.crew.put_bytes
 
     def annotate(self, batch: Batch) -> Batch:
         """Return the batch with the other model's columns."""
