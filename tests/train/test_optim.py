@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from etude.algorithms.view import SingleRank
 from etude.train import TrainConfig
-from etude.train.optim import MixedPrecisionOptimizer, compute_learning_rate
+from etude.train.optim import MixedPrecisionOptimizer, ShardedOptimizer, compute_learning_rate
 
-SHAPES = {"matrix": (5, 3), "bias": (5,), "embedding": (7, 3)}
+SHAPES = {"matrix": (5, 3), "bias": (5,), "embedding": (7, 3), "experts.down_proj_bias": (4, 3)}
 
 
 def leaves(dtype: torch.dtype) -> dict[str, nn.Parameter]:
@@ -42,7 +43,8 @@ def test_steps_are_those_of_torchs_adamw(
     )
     ours, theirs = leaves(dtype), leaves(dtype)
     optimizer = MixedPrecisionOptimizer(ours.items(), config)
-    decayed, undecayed = [theirs["matrix"], theirs["embedding"]], [theirs["bias"]]
+    decayed = [theirs["matrix"], theirs["embedding"]]
+    undecayed = [theirs["bias"], theirs["experts.down_proj_bias"]]
     adam = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": undecayed, "weight_decay": 0.0}],
         lr=0.05,
@@ -111,6 +113,28 @@ def test_a_step_without_a_gradient_changes_nothing(precision: str, dtype: torch.
     optimizer.zero_grad()
     assert optimizer.step(0.1).norm == 0
     assert all(torch.equal(leaf, before[name]) for name, leaf in parameters.items())
+
+
+def test_ranks_without_any_loss_move_no_weight_by_the_momentum_of_earlier_steps() -> None:
+    """Weights that no rank holds a shard of get their gradient by a sum, which would be zero and not missing."""
+    weights = leaves(torch.float32)
+
+    def sum_gradients() -> None:
+        for weight in weights.values():
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+
+    ranks = SingleRank()
+    optimizer = ShardedOptimizer(
+        dict(weights), TrainConfig(weight_decay=0.1), ranks, rollout_ranks=ranks, sum_gradients=sum_gradients
+    )
+    optimizer.zero_grad()
+    loss_of(weights, 0).backward()
+    optimizer.losses += 1
+    optimizer.step(0.1)
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    optimizer.zero_grad()
+    optimizer.step(0.1)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights.items())
 
 
 def test_the_scale_of_fp16_grows_after_many_good_steps() -> None:
