@@ -201,6 +201,14 @@ def test_a_group_of_one_does_not_count_as_equal_rewards() -> None:
     assert {order.advance_to(n) for n in range(4, 6)} == {0, 1}
 
 
+def test_rewards_that_differ_by_rounding_count_as_equal_rewards() -> None:
+    order = CurriculumSampler().start(4, 3)
+    for n in range(4):
+        row = order.advance_to(n)
+        order.record_rewards(row, (0.1, 0.3) if row < 2 else (0.3, 0.1 + 0.2))
+    assert {order.advance_to(n) for n in range(4, 6)} == {0, 1}
+
+
 def test_a_state_over_many_rows_is_small() -> None:
     order = CurriculumSampler().start(1_000_000, 0)
     for n in range(1000):
