@@ -91,8 +91,15 @@ def test_columns_are_named_also_inside_mappings(chat: ChatRenderer, tmp_path: Pa
 
 def test_the_last_answer_is_what_is_learned_in_every_form(chat: ChatRenderer, tmp_path: Path) -> None:
     more = [HELLO, HI, HEY]
-    file = write(tmp_path / "a.jsonl", {"messages": [HI, *more]}, {"prompt": [HI], "completion": more})
-    for ((text,),) in read(DemonstrationDataConfig(train_on="last"), file, chat):
+    rows = [
+        {"messages": [HI, *more]},
+        {"prompt": [HI], "completion": more},
+        {"messages": [HI, *more, HI]},  # an answer is the last one also where another message follows it
+        {"prompt": [HI], "completion": [*more, HI]},
+    ]
+    read_rows = read(DemonstrationDataConfig(train_on="last"), write(tmp_path / "a.jsonl", *rows), chat)
+    assert len(read_rows) == len(rows)
+    for ((text,),) in read_rows:
         assert text.count("[") == 1 and text.endswith("[Hey<|im_end|>]")
 
 
