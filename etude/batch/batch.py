@@ -62,7 +62,7 @@ class Batch:
     action: Tensor = field(metadata=_TOKEN)
     """bool: chosen by the policy."""
     observation: Tensor | None = field(default=None, metadata=_TOKEN)
-    """bool: the environment's output between two answers, each token once. ECHO learns to predict it."""
+    """bool: the environment's output between two answers, each token once, images left out. ECHO learns it."""
     image: Tensor | None = field(default=None, metadata=_TOKEN)
     """int32: the place in `images` of the image that the token takes a feature of; -1 is none."""
     feature: Tensor | None = field(default=None, metadata=_TOKEN)

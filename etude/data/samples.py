@@ -265,11 +265,13 @@ class _SampleBuilder:
         return {"alternative_ids": ids, "alternative_logp": logp}
 
     def _observation_mask(self) -> NDArray[np.bool_] | None:
-        """Return the mask of observation tokens, or None if there are none."""
-        spans = [(begin, end) for begin, end in self.observed if begin < end]
-        if not spans:
-            return None
+        """Return the mask of observation tokens, or None if there are none.
+
+        Tokens of images are none: their ids say nothing about the image, and no model predicts them.
+        """
         mask = np.zeros(self.length, np.bool_)
-        for begin, end in spans:
+        for begin, end in self.observed:
             mask[begin:end] = True
-        return mask
+        for span in self.images:
+            mask[span.start : span.stop] = False
+        return mask if mask.any() else None

@@ -237,6 +237,14 @@ def test_a_turn_records_no_more_observed_tokens_than_its_prompt_has() -> None:
             replace(turn(0, [1, 2], [3]), opened=opened, observed=observed)
 
 
+def test_tokens_of_an_image_are_not_observed() -> None:
+    """Their ids are placeholders, and to predict those teaches nothing about the image."""
+    later = shown(1, [1, 5, 2, PAD, PAD, 3], [4], ImageSpan(CAT, 3, 5))
+    assert seen([turn(0, [1], [5]), later]) == [((1, 5), 2), ((1, 5, 2, PAD, PAD), 3)]
+    (row,) = build_samples([turn(0, [1], [5]), shown(1, [1, 5, PAD], [4], ImageSpan(CAT, 2, 3))], 0)
+    assert row.observation is None
+
+
 def test_an_answer_that_is_not_trained_is_not_observed() -> None:
     """It is the model's own, even in the context of an answer that is trained on."""
     turns = [turn(0, [1], [2]), turn(1, [1, 2, 5], [6]), turn(2, [1, 2, 5, 6, 8], [7])]
