@@ -37,7 +37,7 @@ class HubAgent(Agent):
         """Have a guest play one attempt. A cancelled attempt is cancelled there too."""
         pool = self._pool
         try:
-            guest, session = await pool.call(pool.take())
+            guest, session = await pool.begin()
             try:
                 ended = await pool.call(
                     guest.ask(
@@ -50,7 +50,7 @@ class HubAgent(Agent):
                     )
                 )
             finally:
-                await pool.call(pool.release(guest, session))
+                await pool.end((guest, session))
         except (GuestLostError, EnvError) as error:
             return AttemptReport(Outcome.INFRA_ERROR, str(error))
         except HubError as error:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Awaitable, Coroutine, Mapping
 from concurrent.futures import Future
 from itertools import count
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from etude.agents.execution.backoff import RestartBackoff
 from etude.agents.hubs.process import HubProcess, HubSpec
@@ -29,6 +29,8 @@ from etude.protocols import Observation
 from etude.records import Message, Task
 
 T = TypeVar("T")
+Place: TypeAlias = tuple[HubProcess, int]
+"""The guest of a rollout, and the rollout's number there."""
 MAX_UNUSED = 3
 """Guests that may end one after the other without an answer, before the run ends."""
 CLOSE_TIMEOUT_S = 30.0
@@ -89,9 +91,27 @@ class HubPool:
         """Wait until a guest takes rollouts. Raise the error that ends the run."""
         await self.call(self.ready())
 
+    async def begin(self) -> Place:
+        """Return a guest for a rollout, and the rollout's number there. A caller that was cancelled has begun none."""
+        taken = self._submit(self.take())
+        try:
+            return await asyncio.shield(asyncio.wrap_future(taken))
+        except asyncio.CancelledError:
+            taken.add_done_callback(self._give_back)  # it may have a guest already, or get one later
+            raise
+
+    async def end(self, place: Place) -> None:
+        """End a rollout in its guest, also where the caller is cancelled meanwhile."""
+        await asyncio.shield(self.call(self.release(*place)))
+
     def call(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         """Return what awaits work of the pool on the caller's loop."""
         return asyncio.wrap_future(self._submit(work))
+
+    def _give_back(self, taken: Future[Place]) -> None:
+        """End a rollout whose caller was cancelled while it began."""
+        if not taken.cancelled() and taken.exception() is None:
+            self._submit(self.release(*taken.result()))
 
     # -- on the pool's loop --------------------------------------------------------------------------------------------
 
@@ -102,7 +122,7 @@ class HubPool:
             self._changed.clear()
             await self._changed.wait()
 
-    async def take(self) -> tuple[HubProcess, int]:
+    async def take(self) -> Place:
         """Return a guest for a rollout, and the rollout's number there."""
         await self.ready()
         guest = min(self._retired, key=lambda each: len(self._sessions[each]))
@@ -187,7 +207,7 @@ class HubPool:
             for end in ends:
                 end.cancel()
             if guest.ended.is_set():
-                del self._sessions[guest]
+                self._sessions.pop(guest, None)  # gone if it retired too, and its last rollout has ended
 
     def _fail(self, error: EtudeError) -> None:
         self.failure = error
@@ -214,11 +234,11 @@ class HubEnv:
 
     def __init__(self, pool: HubPool) -> None:
         self._pool = pool
-        self._place: tuple[HubProcess, int] | None = None
+        self._place: Place | None = None
 
     async def reset(self, task: Task) -> Observation:
         """Begin the rollout of a task."""
-        self._place = await self._pool.call(self._pool.take())
+        self._place = await self._pool.begin()
         return await self._ask("reset", task=dict(task.fields))
 
     async def step(self, answer: Message) -> Observation:
@@ -228,7 +248,7 @@ class HubEnv:
     async def close(self) -> None:
         """End the rollout in its guest."""
         if self._place is not None:
-            await self._pool.call(self._pool.release(*self._place))
+            await self._pool.end(self._place)
 
     async def _ask(self, do: str, **fields: Any) -> Observation:
         assert self._place is not None, "a rollout begins with `reset`"

@@ -156,7 +156,7 @@ class HubProcess:
     async def kill(self, why: str) -> None:
         """Kill the guest, and wait until it has ended. why: the rest of a sentence about it."""
         self._why = self._why or why
-        if self._process is not None:
+        if self._process is not None and not self.ended.is_set():  # else its number may be another process's by now
             kill_group(self._process.pid)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.ended.wait(), EXIT_TIMEOUT_S)
@@ -215,11 +215,12 @@ class HubProcess:
                 raise _ProtocolError(f"speaks another protocol than {PROTOCOL}; its first line is {_shown(line)}")
             self._ready.set_result(message)
             return
-        number = message.get("id")
+        given = message.get("id")
+        number = given if isinstance(given, int) else 0  # no request has the number 0
         if number in self._late:
             self._late.discard(number)
             return
-        answer = self._pending.get(number) if isinstance(number, int) else None
+        answer = self._pending.get(number)
         if answer is None or answer.done() or not {"result", "error"} & message.keys():
             raise _ProtocolError(f"gave an answer that no request waits for: {_shown(line)}")
         self.has_answered = True

@@ -141,7 +141,8 @@ def main(name: str) -> None:
             sessions[request["session"]] = Session(hub, pipe)
             sessions[request["session"]].start()
         if request["do"] == "close":
-            sessions.pop(request["session"]).end()
+            if (closed := sessions.pop(request["session"], None)) is not None:  # else its rollout never began
+                closed.end()
         else:
             sessions[request["session"]].requests.put(request)
     os._exit(0)
