@@ -18,7 +18,7 @@ import hashlib
 import inspect
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -147,23 +147,18 @@ class EpisodePlayer:
     ) -> None:
         """Play turn after turn, until the rollout ends."""
         most = self.options.max_turns
-        transcripts: dict[int | None, Transcript] = {}
         answered: Counter[int | None] = Counter()
         """The number of answers of each player; None is the trained one."""
-        first = observation = await session.reset()
-        episode.role = first.role
+        observation = await session.reset()
+        conversations = _Conversations(self._chat, observation.tools)
+        episode.role = observation.role
         while not (observation.done or observation.truncated):
             player = observation.opponent
-            shown = observation.content if player in transcripts else observation.content or task.fields["prompt"]
-            content = await images.store(check_observation(shown))
-            if player in transcripts:
-                transcripts[player].add_observation(content)
-            else:
-                transcripts[player] = Transcript(self._chat, content, first.tools)
+            content = await images.store(check_observation(observation.content or task.fields["prompt"]))
+            transcript = conversations.show(player, content)
             if answered[player] == most:
                 observation = replace(observation, truncated=True)
                 break
-            transcript = transcripts[player]
             prompt = transcript.prompt
             room = self._max_total_tokens - len(prompt.ids)
             if room < 1 and not answered[player]:
@@ -196,6 +191,32 @@ class EpisodePlayer:
             f"rollout may have {self._max_total_tokens} in all: nothing could follow. Show less, or raise "
             f"`{self._environment.section}.max_tokens`.",
         )
+
+
+class _Conversations:
+    """The transcripts of a rollout's players. The first observation decides whether all of them are text."""
+
+    def __init__(self, chat: ChatRenderer, tools: Sequence[Mapping[str, Any]]) -> None:
+        """tools: those that each player may call."""
+        self._chat = chat
+        self._tools = tools
+        self._of_player: dict[int | None, Transcript] = {}
+        self._is_text = False
+
+    def show(self, player: int | None, content: ObservationContent) -> Transcript:
+        """Show an observation to a player, and return the transcript of this player."""
+        known = self._of_player.get(player)
+        if known is not None:
+            known.add_observation(content)
+            return known
+        if not self._of_player:
+            self._is_text = isinstance(content, str)
+        elif isinstance(content, str) and not self._is_text:
+            content = (Message("user", content),)
+        elif self._is_text and not isinstance(content, str):
+            raise ChatError("The rollout began with text, and another player gets messages. Show text, or begin so.")
+        self._of_player[player] = Transcript(self._chat, content, self._tools)
+        return self._of_player[player]
 
 
 class _EnvironmentSession:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from etude.agents.agent import LLM, RolloutInfo
+from etude.agents.environment_agent import EnvironmentAgent
 from etude.chat import ChatRenderer, Tokenizer
 from etude.envs import Observation
+from etude.errors import AgentError
 from etude.records import Message, Outcome, Task
 from etude.store import open_store
-from tests.recipes.collect.test_episodes import Speaker, make_task, play
+from tests.learn.games import make_tokenizer as make_speaking
+from tests.recipes.collect.test_episodes import CALL, MORE, PARTNERS, Speaker, make_task, play
 from tests.recipes.runs import same, step_metrics, train, weights
 from tests.worlds import make_tokenizer
 
@@ -45,6 +51,15 @@ class Rounds:
             done=ended,
             opponent=None if player == self.seat else player,
         )
+
+
+class Talks(Rounds):
+    """The same game as a conversation."""
+
+    def reset(self, task: Task) -> Observation:
+        """Begin with a message."""
+        first = super().reset(task)
+        return replace(first, content=[{"role": "user", "content": first.content}])
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +116,30 @@ def test_a_game_that_ends_before_the_trained_player_answers_has_failed(
 ) -> None:
     played = play(chat, count, make_task(row=1), path=GAME, kwargs=given)
     assert played.verdict.outcome is Outcome.FAILED and sentence in played.verdict.error
+
+
+def test_the_result_of_a_call_goes_to_the_player_that_made_it(tmp_path: Path) -> None:
+    chat = ChatRenderer(make_speaking(tmp_path, MORE))
+    seen: list[str] = []
+
+    def answer(prompt: str, number: int) -> str:
+        seen.append(prompt)
+        return CALL if number == 1 else count(prompt, number)
+
+    task = make_task(row=1, prompt="?")
+    tools = [f"{PARTNERS}:add"]
+    played = play(chat, answer, task, path=f"{__name__}:Talks", tools=tools, longest=900, tokens=90)
+    assert played.succeeded and played.calls == 1
+    assert seen[1].startswith(seen[0]) and "<tool>5<end>" in seen[1], "the other player reads what its call gave"
+    assert not any("<tool>" in prompt for prompt in seen[2::2]), seen
+
+
+def test_an_agent_refuses_the_turn_of_another_player() -> None:
+    agent = EnvironmentAgent(Rounds)
+    with pytest.raises(AgentError, match="Rounds leaves a turn of another player to the policy"):
+        asyncio.run(
+            agent.run(make_task(row=1), LLM("http://127.0.0.1:1/v1", "key", "policy"), RolloutInfo(0, 0, "train"))
+        )
 
 
 @pytest.mark.slow

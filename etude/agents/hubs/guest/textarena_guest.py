@@ -1,11 +1,11 @@
 """TextArena: its games, of which the model plays one seat.
 
-Options: `opponent` plays the other seats: `random`; `policy`, the model itself, whose answers for them the run asks for
-as for those of its own seat; or `path/to/file.py:name` for a function, or an agent of TextArena, that returns a move
-for all that its seat has seen. `players` is the number of seats, by default two with an opponent,
-and one without. `seat` is the model's; by default the tasks take turns. `instructions` is a text before the rules of
-the game. `text=true` plays by plain text, without messages. All others are arguments of `textarena.make`. A move
-without brackets gets them, as the game's own wrapper does.
+Options: `opponent` plays the other seats. `random` makes random moves. With `policy`, the run answers for them as for
+the model's own seat. `path/to/file.py:name` is a function, or an agent of TextArena, that returns a move for all that
+its seat has seen. `players` is the number of seats, by default two with an opponent, and one without. `seat` is the
+model's; by default the tasks take turns. `instructions` is a text before the rules of the game. `text=true` plays by
+plain text, without messages. All others are arguments of `textarena.make`. A move without brackets gets them, as the
+game's own wrapper does.
 """
 
 from __future__ import annotations
