@@ -80,13 +80,14 @@ class Episode:
     failed_calls: int = 0
 
     def add_reward(self, reward: Any) -> None:
-        """Give the last turn the reward of its answer."""
+        """Add a reward to the last turn: that of its answer, or in self-play of another player's answer after it."""
         if reward is None:
             return
         amount, parts = parse_score(reward)
         for name, value in (parts or {ENVIRONMENT_PART: amount}).items():
             self.rewards[name] = self.rewards.get(name, 0.0) + value
-        self.turns[-1] = replace(self.turns[-1], reward=amount)
+        last = self.turns[-1]
+        self.turns[-1] = replace(last, reward=amount if last.reward is None else last.reward + amount)
 
 
 class EpisodePlayer:

@@ -104,6 +104,11 @@ def test_a_limit_of_answers_is_that_of_each_player(chat: ChatRenderer) -> None:
     assert played.truncated and len(played.turns) == 1 and played.finish == "max_turns"
 
 
+def test_a_reward_after_another_players_answer_is_added_to_that_of_the_turn(chat: ChatRenderer) -> None:
+    played = play(chat, count, make_task(row=0), path=GAME, kwargs={"pays": "always"})  # 1, 0, 1, 0 after each answer
+    assert [turn.reward for turn in played.turns] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
