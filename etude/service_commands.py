@@ -32,6 +32,30 @@ SEARCH_FLAGS = {
 }
 """The numbers of each search: the flag, the field, and the help."""
 
+LAUNCH_CLASSES = {
+    "": "etude.clusters.options:LaunchRun",
+    "sft": "etude.clusters.options:LaunchSFT",
+    "dpo": "etude.clusters.options:LaunchDPO",
+    "reward-model": "etude.clusters.options:LaunchRewardModel",
+    "distill": "etude.clusters.options:LaunchDistill",
+}
+"""The class of the options of `etude launch`, by the recipe that the command line names."""
+LAUNCHED_COMMANDS = {
+    "state": "print the state of a run's job",
+    "follow": "print what a run's job prints, until it ends",
+    "cancel": "cancel a run's job: the run finishes its step and saves",
+}
+LAUNCH = """\
+The job ends in the run's own command, which resumes the run: a job that the
+cluster stops and queues again goes on. Before a time limit the run saves.
+
+examples:
+  etude launch slurm grpo --config mine.yaml directory=/shared/runs/mine \\
+      launch.gpus=1 launch.minutes=240 launch.partition=gpu
+  etude launch slurm grpo --config mine.yaml directory=/shared/runs/two \\
+      launch.nodes=2 launch.gpus=8 cluster=ray ranks=16 --follow
+  etude launch cancel /shared/runs/mine"""
+
 
 def add_service_commands(commands: Any) -> None:
     """Add the commands of this file to those of `etude`."""
@@ -42,6 +66,7 @@ def add_service_commands(commands: Any) -> None:
     _add_engine(commands)
     _add_env(commands)
     _add_optimize_prompt(commands)
+    _add_launch(commands)
 
 
 def _runner(arguments: argparse.Namespace) -> None:
@@ -152,6 +177,58 @@ def _optimize_prompt(arguments: argparse.Namespace) -> None:
     result = optimize_prompt(run, kind, arguments.prompt, arguments.out, settings)
     if arguments.json:
         print(json.dumps(result))
+
+
+def _add_launch(commands: Any) -> None:
+    launch = add_command_group(commands, "launch", "submit a run as a job of a cluster, watch it, cancel it")
+    summary = "submit a run to Slurm: the words of its command, and options of the job"
+    command = add_run_command(launch, "slurm", summary, LAUNCH, "[PRESET|RECIPE] ", LAUNCH_CLASSES)
+    command.add_argument("--dry-run", action="store_true", help="write the job script, print it, and submit nothing")
+    command.add_argument("--follow", action="store_true", help="print what the job prints, until it ends")
+    command.set_defaults(command=_launch)
+    for name, summary in LAUNCHED_COMMANDS.items():
+        other = add_command(launch, name, summary)
+        other.add_argument("run", type=Path, metavar="RUN", help="directory of a launched run")
+        other.set_defaults(command=_launched, what=name)
+
+
+def _launch(arguments: argparse.Namespace) -> None:
+    from etude.clusters.launch import check_job, follow, submit, write_job
+    from etude.config import load_plugin
+    from etude.recipes.presets import split_preset
+    from etude.recipes.registry import compose_run
+
+    words = arguments.overrides
+    recipe = next((word for word in words if word in LAUNCH_CLASSES), "")
+    preset, options = split_preset([word for word in words if word != recipe])
+    if recipe and preset is not None:
+        raise ConfigError(f"The preset {preset.stem} belongs to `etude train`, and `etude {recipe}` takes none.")
+    run: Any = compose_run(load_plugin(LAUNCH_CLASSES[recipe], None), options, arguments.config, preset)
+    directory = check_job(run, run.launch)
+    passed = [word for word in words if word != recipe and not word.startswith("launch.")]
+    script = write_job(directory, [recipe or "train", *passed], arguments.config, run.launch)
+    if arguments.dry_run:
+        print(script.read_text(encoding="utf-8"), end="")
+        return
+    job = submit(directory, script)
+    print(f"Submitted job {job.number}. Watch it: etude launch follow {run.directory}")
+    for text in follow(job) if arguments.follow else ():
+        print(text, end="", flush=True)
+
+
+def _launched(arguments: argparse.Namespace) -> None:
+    from etude.clusters import slurm
+    from etude.clusters.launch import follow, require_job
+
+    job = require_job(arguments.run)
+    if arguments.what == "cancel":
+        slurm.cancel(job.number)
+        print(f"Cancelled job {job.number}.")
+    elif arguments.what == "state":
+        print(f"job {job.number}: {slurm.read_state(job.number)}")
+    else:
+        for text in follow(job):
+            print(text, end="", flush=True)
 
 
 def _add_view(commands: Any) -> None:

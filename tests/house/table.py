@@ -52,7 +52,7 @@ WORDS = frozenset(
 INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "store", "checkpoint", "dispatch"})
 MACHINES = frozenset({"train", "rollout", "sync", "agents"})
 SCORES = frozenset({"recipes", "envs"})
-DOORS = frozenset({"trainer", "launch", "ppo_trainer", "prompts", "demo", "tools", "view"})
+DOORS = frozenset({"trainer", "launch", "ppo_trainer", "clusters", "prompts", "demo", "tools", "view"})
 COMMANDS = frozenset({"commands", "run_commands", "service_commands"})
 NO_BATCH = WORDS - {"batch"}
 
@@ -94,6 +94,7 @@ ROOMS: dict[str, Room] = {
     "launch": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "launch"),
     "ppo_trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "launch"),
+    "clusters": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "prompts": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "launch", "trainer"),
     "demo": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "tools"),
     "tools": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
