@@ -49,7 +49,11 @@ class FoundPrompt:
 
 @dataclass(eq=False)
 class PromptTrial:
-    """The means of one search: the served model, its tasks, the writer, and the log of results."""
+    """The means of one search: the served model, its tasks, the writer, and the log of results.
+
+    A result is found again by its place in the search and by what it follows from. A call of the writer that failed is
+    no result. A search that starts again makes it once more, and may then go another way.
+    """
 
     served: ServedModel
     train: Dataset
@@ -74,7 +78,8 @@ class PromptTrial:
         return PromptScore(**{field: result[field] for field in PromptScore.__dataclass_fields__})
 
     async def describe(self, name: str, prompt: str, rows: Sequence[int]) -> str:
-        """Play tasks for training with a prompt, and describe what happened. name: that of the result."""
+        """Play tasks for training with a prompt, and describe what happened. name: the place in the search."""
+        name = f"{name} of {_digest(prompt)}"
         result = self.log.find(name)
         if result is None:
             played = await self.play(prompt, self.train, rows, "train")
@@ -88,11 +93,12 @@ class PromptTrial:
         return str(result["told"])
 
     async def write(self, name: str, message: str) -> str:
-        """Return the writer's answer to a message. name: that of the result."""
-        result = self.log.find(name)
+        """Return the writer's answer to a message. name: the place in the search."""
+        key = f"{name}, to {_digest(message)}"
+        result = self.log.find(key)
         if result is None:
             result = {"text": await self.ask(message, name)}
-            self.log.add(name, result)
+            self.log.add(key, result)
         return str(result["text"])
 
     def tell(self, line: str) -> None:

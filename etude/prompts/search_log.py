@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +27,7 @@ class SearchLog:
             return
         path = directory / FILE
         kept = self._read(path, dict(settings)) if path.exists() else 0
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
         self._file.truncate(kept)  # without the line that a kill cut
         if not kept:
             self._write({"settings": dict(settings)})
@@ -56,9 +57,17 @@ class SearchLog:
             self._file.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        if self._file is None:
+            return
+        whole = os.fstat(self._file.fileno()).st_size
+        rest = (json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
             sync_file(self._file)
+        except OSError:
+            self._file.truncate(whole)  # the next line would follow a part of this one
+            raise
 
     def _read(self, path: Path, settings: dict[str, Any]) -> int:
         """Read the results, and return the number of bytes of whole lines."""

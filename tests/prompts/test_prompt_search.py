@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import resource
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -16,7 +18,7 @@ import yaml
 import etude
 from etude.cli import main
 from etude.errors import ConfigError, EngineError, RunError
-from etude.prompts.search import PromptSearch
+from etude.prompts.search import PromptSearch, PromptTrial
 from etude.prompts.search_log import SearchLog
 from etude.prompts.writer import UnusablePromptError, read_prompt
 from etude.store import RolloutState, Status, open_store
@@ -175,6 +177,33 @@ def test_a_log_keeps_whole_lines_and_refuses_other_files(tmp_path: Path) -> None
     path.write_text("[]\n")
     with pytest.raises(RunError, match="is not the log of a search"):
         SearchLog(tmp_path, {"seed": 1})
+
+
+def test_a_log_that_met_a_full_disk_has_whole_lines(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with SearchLog(tmp_path, {"seed": 1}) as log:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        try:
+            with pytest.raises(OSError, match="too large"):
+                log.add("a", {"text": "x" * 100_000})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        log.add("b", {"text": "\ud800"})  # a task may have half of a character
+    with SearchLog(tmp_path, {"seed": 1}) as log:
+        assert log.find("a") is None and log.find("b") == {"text": "\ud800"}
+
+
+def test_a_result_is_not_taken_for_that_of_another_message() -> None:
+    """A call that failed is asked again after a stop, and what follows it may then be about other prompts."""
+    nothing: Any = None
+
+    async def ask(message: str, name: str) -> str:
+        return f"{name}: {message}"
+
+    with SearchLog(None, {}) as log:
+        trial = PromptTrial(nothing, nothing, nothing, "prompt", ask, log, nothing)
+        answers = [asyncio.run(trial.write("round 2", message)) for message in ("old", "new", "old")]
+    assert answers == ["round 2: old", "round 2: new", "round 2: old"] and len(log) == 2
 
 
 @pytest.mark.parametrize(
