@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,12 +25,15 @@ from etude.cli import main
 from etude.config.plugin import load_object
 from etude.errors import ConfigError, EtudeError
 from etude.recipes.run.directory import read_metrics, read_run
+from etude.recipes.served_model import ServedModel
+from etude.store import Phase
 from etude.store.queue.rollout_queue import RolloutQuery
 from tests.joined import ROOT, descendants
 from tests.learn import games
 from tests.learn.looking import looker
 from tests.learn.test_agents import rows
 from tests.processes import gone
+from tests.waits import blocked_until
 
 Captured = pytest.CaptureFixture[str]
 
@@ -162,7 +166,17 @@ class Prompts(etude.Algorithm):
             playing = {prompt: threads.submit(served.play, of, {"prompt": prompt}) for prompt, of in wanted.items()}
             scores = {prompt: sum(each.total for each in played.result()) / 3 for prompt, played in playing.items()}
             asyncio.run(self._look())
+            self._stop_waiting(served, train)
         return scores
+
+    def _stop_waiting(self, served: ServedModel, train: Any) -> None:
+        """Have the agent play a task that it never ends, and wait no longer, as after Ctrl-C."""
+        tasks = served.load(train)
+        playing = served.loop.submit(served.play_rows(tasks, [0], {"prompt": "wait"}))
+        running = partial(served.store.rollouts, Phase.RUNNING)
+        blocked_until(running)
+        playing.cancel()
+        blocked_until(lambda: not running())
 
     async def _look(self) -> None:
         client = self.get_client()
@@ -174,7 +188,9 @@ class Prompts(etude.Algorithm):
 
 @etude.agent
 async def prompted(task: Any, llm: Any, resources: Any) -> float:
-    """Return 1 for a prompt of c and d."""
+    """Return 1 for a prompt of c and d. Never end with one that says so."""
+    if resources["prompt"] == "wait":
+        await asyncio.Event().wait()
     messages = [{"role": "user", "content": resources["prompt"] + task["key"]}]
     await llm.async_client.chat.completions.create(model=llm.model, messages=messages)
     return float(resources["prompt"] == "cd")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -19,7 +19,7 @@ from etude.chat import ChatRenderer
 from etude.chat.messages import content_text
 from etude.data import Dataset
 from etude.data.table import DatasetLike
-from etude.errors import EngineError
+from etude.errors import EngineError, EtudeError
 from etude.recipes.agents.services import AgentServices
 from etude.recipes.collect.rollouts import PlayedRollout
 from etude.recipes.collect.sampling import derived_seed
@@ -82,7 +82,10 @@ class ServedModel:
     async def play_rows(
         self, dataset: Dataset, rows: Sequence[int], resources: Mapping[str, Any], use: RolloutPurpose = "val"
     ) -> list[PlayedRollout]:
-        """Have the agent play some rows of tasks. Called on `loop`; the rest as for `play`."""
+        """Have the agent play some rows of tasks. Called on `loop`; the rest as for `play`.
+
+        If the wait is cancelled or fails, the rollouts that have not ended are cancelled too.
+        """
         numbered = [(next(self._ids), row) for row in rows]
         wanted = [RolloutRequest(dataset.task(row, id), 0, id, use) for id, row in numbered]
         queue = self.new_client()
@@ -91,19 +94,19 @@ class ServedModel:
         finally:
             await queue.close()
         wanted = [replace(request, resources=versions) for request in wanted]
-        await self.agents.requested.start(wanted)
-        return list(await asyncio.gather(*map(self.agents.requested.result, wanted)))
+        try:
+            await self.agents.requested.start(wanted)
+            return list(await asyncio.gather(*map(self.agents.requested.result, wanted)))
+        except BaseException:
+            with suppress(EtudeError):  # they may not be in the store, or it may be the cause
+                await self._cancel([id for id, _ in numbered], "the program no longer waits for it")
+            raise
 
     async def cancel_unfinished(self) -> None:
         """Cancel the rollouts of a program that ended before they did: nobody waits for them."""
         states = self.store.iter_states(RolloutState)
         unfinished = [state.id for state in states if state.status in (Status.QUEUED, Status.RUNNING)]
-        queue = self.new_client()
-        try:
-            for start in range(0, len(unfinished), MAX_ITEMS):
-                await queue.cancel(unfinished[start : start + MAX_ITEMS], "the program that asked for it has ended")
-        finally:
-            await queue.close()
+        await self._cancel(unfinished, "the program that asked for it has ended")
 
     async def ask(self, message: str, name: str) -> str:
         """Answer a message with the model, outside any rollout. Called on `loop`.
@@ -122,6 +125,14 @@ class ServedModel:
         sampling = replace(self.run.sampling.params(), max_tokens=room, seed=seed)
         answered = await self.engine.generate(prompt, sampling)
         return content_text(self.chat.parse(answered.ids, prompt, sampling=sampling).content) or ""
+
+    async def _cancel(self, rollouts: Sequence[int], why: str) -> None:
+        queue = self.new_client()
+        try:
+            for start in range(0, len(rollouts), MAX_ITEMS):
+                await queue.cancel(rollouts[start : start + MAX_ITEMS], why)
+        finally:
+            await queue.close()
 
     @property
     def new_client(self) -> Callable[[], RolloutQueue]:
