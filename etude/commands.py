@@ -34,14 +34,15 @@ PREPARATIONS = {
 }
 """The preparation of each data set, whose fields are its options, as `module:Name`: it is imported when it is run."""
 
-PROJECT_KINDS = ("answer", "tools", "game", "agent")
+PROJECT_KINDS = ("answer", "tools", "game", "agent", "pictures")
 """The kinds of runs that `etude init` writes files for."""
 INIT = """\
 examples:
-  etude init my-run                 one answer to a prompt, judged by a function
-  etude init my-run --kind tools    the model calls your functions
-  etude init my-run --kind game     several turns with an environment
-  etude init my-run --kind agent    a program that calls the model
+  etude init my-run                  one answer to a prompt, judged by a function
+  etude init my-run --kind tools     the model calls your functions
+  etude init my-run --kind game      several turns with an environment
+  etude init my-run --kind agent     a program that calls the model
+  etude init my-run --kind pictures  answers about pictures
 
 Each directory has 20 tasks, the code, run.yaml, README.md and test_run.py,
 which trains a tiny model for two steps. Replace them by your own."""
@@ -206,7 +207,7 @@ def _add_init(commands: Any) -> None:
     summary = "write the files of a first run: data, code, options and a test"
     init = add_command(commands, "init", summary, INIT)
     init.add_argument("directory", type=Path, metavar="DIRECTORY", help="directory to write; new or empty")
-    kinds = "rollouts: one answer, calls of your functions, a game of several turns, an agent (default answer)"
+    kinds = "one answer, calls of your functions, a game of several turns, an agent, pictures (default answer)"
     init.add_argument("--kind", choices=PROJECT_KINDS, default=PROJECT_KINDS[0], help=kinds)
     init.set_defaults(command=_init)
 

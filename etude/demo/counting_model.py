@@ -21,7 +21,7 @@ from etude.demo.counting_task import MOST, QUESTIONS, SIDE, Puzzle, puzzles
 from etude.demo.sorting_model import END, PAD, imitate, write_tokenizer
 from etude.images import ImageRef, image_digest
 from etude.images.pixel_cache import PixelCache
-from etude.models import create, save, tiny_vision_config
+from etude.models import Model, create, save, tiny_vision_config
 from etude.records import ContentPart, Message, Rollout, Sample
 from etude.train import TrainConfig
 from etude.train.optim import PRECISIONS
@@ -68,6 +68,21 @@ def make_tokenizer(directory: Path) -> Tokenizer:
 def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim: int = HEAD_DIM) -> None:
     """Train a new model on the teacher's answers for `STEPS` steps, and write it; `advance` is called after each
     step."""
+    model, tokenizer = _new_model(directory, seed, head_dim)
+    batches = islice(demonstrations(directory, tokenizer, seed), STEPS)
+    imitate(model, TRAINING, batches, advance, steps=STEPS, pixels=PixelCache.load(directory))
+    save(model, directory)
+
+
+def make_tiny_vision_model(directory: Path, seed: int = 0) -> Path:
+    """Write a model with random weights, and return its directory. It runs the task, and has learned nothing."""
+    model, _ = _new_model(directory, seed, HEAD_DIM)
+    save(model, directory)
+    return directory
+
+
+def _new_model(directory: Path, seed: int, head_dim: int) -> tuple[Model, Tokenizer]:
+    """Return a model with random weights, whose tokenizer and configuration are written."""
     tokenizer = make_tokenizer(directory)
     words = {
         "image_token_id": IMAGE,
@@ -86,9 +101,7 @@ def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim
     )
     model = create(config, seed=seed, dtype=PRECISIONS[TRAINING.precision])
     config.save_pretrained(directory)
-    batches = islice(demonstrations(directory, tokenizer, seed), STEPS)
-    imitate(model, TRAINING, batches, advance, steps=STEPS, pixels=PixelCache.load(directory))
-    save(model, directory)
+    return model, tokenizer
 
 
 def demonstrations(directory: Path, tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:

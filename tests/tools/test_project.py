@@ -10,8 +10,9 @@ import pytest
 
 from etude.cli import REFUSED, main
 from etude.commands import PROJECT_KINDS
+from etude.tools.project.new_project import DOWNLOAD
 
-CODE = {"answer": "reward.py", "tools": "env.py", "game": "env.py", "agent": "agent.py"}
+CODE = {"answer": "reward.py", "tools": "env.py", "game": "env.py", "agent": "agent.py", "pictures": "reward.py"}
 
 
 @pytest.mark.slow
@@ -28,8 +29,8 @@ def test_the_files_of_a_kind_pass_their_own_test(
     assert len((directory / "data.jsonl").read_text().splitlines()) == 20
     assert len(re.findall(r"^  (?:cd|python|hf|etude) ", written, re.MULTILINE)) == 4
     readme = (directory / "README.md").read_text()
-    download = "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"
-    assert download in written and download in readme and "make_tiny_model('tiny')" in readme
+    brought = "etude demo vision directory=shapes" if kind == "pictures" else DOWNLOAD
+    assert brought in written and brought in readme and ("make_tiny_model('tiny')" in readme) == (kind != "pictures")
     runpy.run_path(str(directory / "test_run.py"), run_name="__main__")
     assert not list(directory.glob("run*/")), "the test leaves nothing behind"
 
