@@ -86,6 +86,13 @@ class Dataset(RowTable):
         }
         return Task(ordinal, fields, self._data_source(values, row), images.contents)
 
+    def check_images(self) -> None:
+        """Refuse a row whose images are missing or no images. Without any, only the columns of images are read."""
+        in_columns = (value for values in self.columns(IMAGE_COLUMNS, ROWS_WITH_IMAGES) for value in values)
+        if any(in_columns) or any(self.task(row, 0).images for row in self.first_rows):
+            for row in range(len(self)):
+                self.task(row, row)
+
     def sources(self) -> list[str]:
         """Return the data source of each row."""
         return [

@@ -168,6 +168,14 @@ def test_an_error_names_the_row(images: list[Any], says: str, tmp_path: Path) ->
         Dataset.load(path)
 
 
+def test_images_of_all_rows_are_checked_for_agents_also_where_the_first_row_has_none(tmp_path: Path) -> None:
+    rows = [{"question": "Which?"}, {"prompt": [{"role": "user", "content": "<image>"}], "images": ["gone.png"]}]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Dataset.load(str(tmp_path / "tasks.jsonl"), requires_prompt=False)
+    with pytest.raises(DataError, match=r"row 1 names the image `gone\.png`, which cannot be read"):
+        data.check_images()
+
+
 def test_rows_without_a_file_name_no_paths() -> None:
     with pytest.raises(DataError, match=r"row 0 names the image `red\.png` by a path, and these data are no file"):
         Dataset.load([{"prompt": "<image>", "images": ["red.png"]}])

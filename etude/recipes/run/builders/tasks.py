@@ -36,7 +36,9 @@ class TaskLoader:
         """Load the tasks of some files, and return them with the number of prompts that are too long.
         `data.overlong=filter` leaves those out."""
         if self.for_agents:
-            return Dataset.load(files, self.data.columns, requires_prompt=False), 0
+            tasks = Dataset.load(files, self.data.columns, requires_prompt=False)
+            tasks.check_images()
+            return tasks, 0
         dataset = self._judged(Dataset.load(files, self.data.columns), name)
         first_rows: dict[str, int] = {}
         for row, source in enumerate(dataset.sources()):
