@@ -115,17 +115,15 @@ class AlgorithmConfig(Config):
                 "`correction.policies=two` replaces π_old by μ. Nothing here reads π_old, so it would change nothing. "
                 "Leave it at `three`: no forward pass is made for a column that nothing needs."
             )
-        judged = "reward" in self.advantage.required_columns()
-        if not judged and (self.overlong is not None or (self.kl is not None and self.kl.in_reward)):
-            option = "`overlong`" if self.overlong is not None else "`kl=in_reward`"
+        if "reward" not in self.advantage.required_columns() and (option := self._cost_in_reward()):
             raise ConfigError(
                 f"This advantage does not read the reward, and {option} changes nothing else. Leave it out, or choose "
                 f"an advantage that compares rewards, such as `grpo`."
             )
-        if self.kl is not None and self.kl.in_reward and isinstance(self.advantage, MaxRL):
+        if isinstance(self.advantage, MaxRL) and (option := self._cost_in_reward()):
             raise ConfigError(
-                "`advantage=maxrl` needs rewards of at least 0, and `kl=in_reward` can make them negative. Choose "
-                "`kl=reverse`, or another advantage."
+                f"`advantage=maxrl` needs rewards of at least 0, and {option} can make them negative. Leave it out "
+                "(`kl=reverse` is a loss, and goes with this advantage), or choose another advantage."
             )
         if self.kl is not None and self.loss.reduction not in self.kl.reductions:
             raise ConfigError(
@@ -133,6 +131,12 @@ class AlgorithmConfig(Config):
                 f"by a length. Set `loss.reduction` to {' or '.join(sorted(self.kl.reductions))}, or choose another KL."
             )
         return self
+
+    def _cost_in_reward(self) -> str:
+        """Return the option that subtracts from rewards; empty if none does."""
+        if self.overlong is not None:
+            return "`overlong`"
+        return "`kl=in_reward`" if self.kl is not None and self.kl.in_reward else ""
 
     def warnings(self) -> list[str]:
         """Return a sentence for each setting that runs and is probably a mistake; the run's start shows them."""

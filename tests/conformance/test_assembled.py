@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -100,9 +102,12 @@ def test_two_policies_are_refused_for_advantages_that_need_the_trainers_distribu
         AlgorithmConfig(advantage=ADVANTAGES["token_baseline"](), correction=CorrectionConfig(policies="two"))
 
 
-def test_a_reward_that_may_fall_below_zero_is_refused_for_maxrl() -> None:
-    with pytest.raises(ConfigError, match=r"`advantage=maxrl` needs rewards of at least 0"):
-        AlgorithmConfig(advantage=ADVANTAGES["maxrl"](), kl=KLS["in_reward"]())
+@pytest.mark.parametrize(
+    ("name", "option"), [("kl=in_reward", {"kl": KLS["in_reward"]()}), ("overlong", {"overlong": {"max_length": 8}})]
+)
+def test_a_reward_that_may_fall_below_zero_is_refused_for_maxrl(name: str, option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"`advantage=maxrl` needs rewards of at least 0, and `{name}`"):
+        AlgorithmConfig(advantage=ADVANTAGES["maxrl"](), **option)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])
