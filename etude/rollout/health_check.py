@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from etude.errors import EtudeError
-from etude.rollout.server_client import ServerUnreachableError
+from etude.rollout.server_client import NONSENSE, ServerUnreachableError
 from etude.rollout.server_engine import ServerEngine
 from etude.running_time import running_time
 
@@ -52,6 +52,6 @@ class HealthCheck:
             await self._server.backend.is_suspended(self._server)
         except ServerUnreachableError:
             return
-        except (EtudeError, ValueError, KeyError):
+        except (EtudeError, *NONSENSE):
             pass  # a refusal or nonsense is an answer too
         self._has_answered = True

@@ -15,7 +15,7 @@ from etude.observe import format_seconds, get_logger
 from etude.protocols import RunningPolicy
 from etude.rollout import health_check
 from etude.rollout.server_backend import LaunchSpec
-from etude.rollout.server_client import ServerUnreachableError
+from etude.rollout.server_client import NONSENSE, ServerUnreachableError
 from etude.rollout.server_engine import ServerEngine
 from etude.rollout.server_process import ServerProcess, find_free_port
 from etude.running_time import running_time
@@ -349,7 +349,7 @@ class Replica:
                 await self.start()
                 if self.weight_reloader is not None:
                     await self.weight_reloader(self.server)
-            except (EtudeError, OSError, ValueError, KeyError) as error:
+            except (EtudeError, OSError, *NONSENSE) as error:
                 reason = str(error) or repr(error)
                 await self.end()
             else:

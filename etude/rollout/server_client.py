@@ -30,6 +30,8 @@ MAX_ERROR_CHARACTERS = 400
 """The most characters of a server's message that an error repeats."""
 CLIENT_ERROR_CODES = (400, 413, 422)
 AUTH_ERROR_CODES = (401, 403)
+NONSENSE = (ValueError, LookupError, TypeError, AttributeError)
+"""The errors of reading a reply that makes no sense, as from a proxy in front of the server."""
 _EVENT_SEPARATOR = re.compile(rb"\r?\n\r?\n")
 _MAX_SEPARATOR = 4
 """The most bytes between two events. What was searched before may end with all of them but one."""

@@ -32,6 +32,7 @@ from etude.records import Completion, PromptScores, SamplingParams
 from etude.rollout.failover_router import FailoverRouter
 from etude.rollout.replica import NO_SERVER_UP, Replica, wait_for_external_servers
 from etude.rollout.request import Delta
+from etude.rollout.server_client import NONSENSE
 from etude.rollout.server_engine import ServerEngine
 from etude.rollout.server_load import BusyTime
 from etude.running_time import EventLoop, running_time
@@ -396,7 +397,7 @@ class ServerPool:
     async def _watch_replica(self, index: int, replica: Replica) -> None:
         while not replica.lost_reason:
             await asyncio.sleep(CHECK_INTERVAL)
-            with suppress(EtudeError, ValueError, KeyError):  # the reply may make no sense
+            with suppress(EtudeError, *NONSENSE):
                 await replica.check_health(self._on_change, publishing=bool(self._publishing))
                 paused = self._publishing or replica.wants_paused or replica.wants_asleep
                 if replica.server.is_up and not paused:  # else its requests wait for that
