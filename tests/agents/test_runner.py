@@ -20,7 +20,7 @@ from etude.store.journal.states import Status
 from etude.store.queue.local_queue import LocalRolloutQueue
 from etude.store.queue.rollout_queue import RolloutLimits
 from tests.agents.rollout_queues import ONCE, QUICK, ends, play, played, wanted
-from tests.waits import until
+from tests.waits import skip_time, until
 
 
 def last_error(state: RolloutState) -> str:
@@ -115,21 +115,26 @@ def test_an_agent_that_wants_a_model_waits_for_an_endpoint_and_does_not_fail() -
 def test_an_agent_that_takes_too_long_is_timed_out(threaded: bool) -> None:
     release = threading.Event()
 
-    @etude.agent(timeout_s=0.6)
+    @etude.agent(timeout_s=15)
     def hangs(task: Task) -> None:
         if task["n"] == 0:
-            release.wait(20)
+            release.wait(60)
 
-    @etude.agent(timeout_s=0.6)
+    @etude.agent(timeout_s=15)
     async def sleeps(task: Task) -> None:
         if task["n"] == 0:
-            await asyncio.sleep(20)
+            await asyncio.get_running_loop().create_future()
 
-    result = played(hangs if threaded else sleeps, wanted(3), max_concurrency=1)
+    async def meanwhile(queue: LocalRolloutQueue, runner: Runner) -> None:
+        await until(lambda: any(each.status is Status.RUNNING for each in queue.journal.rollout(0).attempts))
+        await until(lambda: runner._asked_at is None)  # the time of a reply would not count
+        skip_time(15)
+
+    result = played(hangs if threaded else sleeps, wanted(3), max_concurrency=1, meanwhile=meanwhile)
     release.set()
     assert [state.status for state in result.states] == [Status.TIMED_OUT, Status.SUCCEEDED, Status.SUCCEEDED]
     message = last_error(result.states[0])
-    assert "0.6 s" in message
+    assert "15 s" in message
     assert threaded or (f"It was at {__file__}:" in message and message.endswith(", in sleeps."))
 
 

@@ -38,6 +38,7 @@ from etude.store.queue.rollout_queue import (
 from etude.store.queue.waiters import MAX_RECENT_ENDS
 from tests.contracts.rollout_queues import claim, ended, wanted
 from tests.store.made import turn
+from tests.waits import blocked_until
 
 ROOT = Path(__file__).parents[3]
 DONE = AttemptReport(Outcome.SUCCEEDED, reward=1.0)
@@ -173,7 +174,8 @@ def test_an_abandoned_claim_takes_nothing() -> None:
         answered = asyncio.create_task(queue.claim("gone", 4, 20))
         queueing = asyncio.create_task(queue.enqueue(wanted(1, 2)))
         await asyncio.sleep(0)
-        time.sleep(0.2)  # the answer is on its way, and this loop has not received it
+        # The answer is on its way, and this loop does not receive it meanwhile.
+        blocked_until(lambda: any(state.attempts for state in queue.journal.rollouts()))
         answered.cancel()
         for claiming in (waiting, answered):
             with pytest.raises(asyncio.CancelledError):
