@@ -149,7 +149,7 @@ def test_a_run_that_is_killed_after_any_write_keeps_the_bound_and_loses_nothing(
         with sourced(engine, store, judged, **options) as source:
             run_steps(source, engine, 1, STEPS)
         whole = store.admitted()
-    for cut in range(1, len(batches), 3):
+    for cut in range(1 + bound, len(batches), 6):
         with closing(open_store()) as store:
             for batch in batches[:cut]:
                 store.append(batch)
@@ -176,7 +176,7 @@ def test_a_resumed_run_may_have_another_bound(before: int, after: int) -> None:
             state, mark = source.mark()
             run_steps(source, engine, 2, 4)
     saved = next(at for at, batch in enumerate(batches) if _admits(batch, 1))
-    for cut in range(saved + 1, len(batches) + 1, 6):
+    for cut in range(saved + 1, len(batches) + 1, 10):
         with closing(killed(batches[:cut])) as store:
             old = dict(store.admitted())
             given: dict[str, Any] = {"step": 1, "state": state, "mark": mark} if store.position >= mark.position else {}

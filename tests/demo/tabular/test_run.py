@@ -56,18 +56,17 @@ def test_every_loss_trains_on_off_policy_data(name: str, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_stale_weights_without_a_bound_fall_under_the_floor_before_they_stop_learning(tmp_path: Path) -> None:
     """With answers 16 versions old and large steps, the weights of whole answers leave few of them. The run is under
-    the default floor within five steps. With these two seeds it then stops learning, with others it need not. VCPO
-    learns all."""
+    the default floor within five steps. With this seed it then stops learning, with others it need not. VCPO learns
+    all."""
     stale = ["steps=60", "groups=8", "group_size=4", "mini_batches=6", "lag=16", "learning_rate=0.6", "loss=reinforce"]
     weights = ["correction.weight=truncate", "correction.level=sequence"]
     vcpo = ["advantage=opob", "correction.high=8", "correction.step_scaling=sqrt_ess"]
-    for seed in (0, 1):
-        base = [*stale, *weights, f"seed={seed}"]
-        free = trained(tmp_path / f"free-{seed}", *base, "advantage=rloo", "correction.high=1000000")
-        rows = logged(tmp_path / f"free-{seed}")
-        low = [row["step"] for row in rows if row[ROLLOUT_ESS] < Run().ess_floor]
-        assert low[0] <= 5 and free[-1] < 0.8 < max(trained(tmp_path / f"vcpo-{seed}", *base, *vcpo)[-10:])
-        assert [rows[0]["staleness/max"], rows[30]["staleness/mean"], rows[30]["staleness/16"]] == [0, 16, 1]
+    base = [*stale, *weights, "seed=0"]
+    free = trained(tmp_path / "free", *base, "advantage=rloo", "correction.high=1000000")
+    rows = logged(tmp_path / "free")
+    low = [row["step"] for row in rows if row[ROLLOUT_ESS] < Run().ess_floor]
+    assert low[0] <= 5 and free[-1] < 0.8 < max(trained(tmp_path / "vcpo", *base, *vcpo)[-10:])
+    assert [rows[0]["staleness/max"], rows[30]["staleness/mean"], rows[30]["staleness/16"]] == [0, 16, 1]
 
 
 def test_every_kl_changes_what_is_learnt(tmp_path: Path) -> None:

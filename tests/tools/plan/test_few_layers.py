@@ -106,7 +106,7 @@ def test_layers_that_differ_at_the_start_are_built_and_not_repeated(tmp_path: Pa
     ("name", "device", "layers"),
     [
         ("sft", GPU, 6),
-        pytest.param("qwen3_5", CPU, 17, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", CPU, 17, marks=pytest.mark.integration),
         *(pytest.param(name, CPU, 12, marks=pytest.mark.integration) for name in SLOWER),
         *(
             pytest.param(name, device, layers, marks=pytest.mark.soak)
