@@ -38,6 +38,10 @@ from tests.recipes.runs import (
     weights,
 )
 from tests.recipes.test_interrupt import CODE
+from tests.waits import blocked_until
+
+WITHIN = 240.0
+"""Seconds in which even a busy machine starts the ranks and does what is waited for."""
 
 
 def drawn(run: Path, step: int) -> list[tuple[list[int], list[float], float]]:
@@ -69,19 +73,32 @@ def children(of: int | None = None) -> list[int]:
     return sorted(result)
 
 
+def steps_of(run: Path) -> int:
+    """Return how many steps of a run have their line."""
+    return len(step_metrics(run)) if (run / "metrics.jsonl").is_file() else 0
+
+
+@contextmanager
+def started(words: list[str], run: Path, steps: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command in another process, and wait until so many steps of its run have their line."""
+    with subprocess.Popen([sys.executable, "-c", CODE, *words]) as process:
+        try:
+            blocked_until(lambda: process.poll() is not None or steps_of(run) >= steps, WITHIN)
+            assert process.poll() is None
+            yield process
+        finally:
+            process.kill()
+
+
 @contextmanager
 def upset(number: signal.Signals, after: int, run: Path) -> Iterator[list[int]]:
     """Send a signal to a run's last rank, once a step has its line, and record the ranks."""
     noted: list[int] = []
 
     def wait() -> None:
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            if (run / "metrics.jsonl").is_file() and len(step_metrics(run)) >= after:
-                noted.extend(children())
-                os.kill(noted[-1], number)
-                return
-            time.sleep(0.01)
+        blocked_until(lambda: steps_of(run) >= after, WITHIN)
+        noted.extend(children())
+        os.kill(noted[-1], number)
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -143,14 +160,8 @@ def test_a_killed_run_of_split_layers_resumes_with_other_ranks(splittable: Path,
     mesh = {"mesh__context": 2, "mesh__tensor": 2}
     words = ["train", *options(splittable, directory=run, ranks=4, steps=3, checkpoint__every=1, **mesh)]
     words.append("checkpoint.async_save=true")
-    process = subprocess.Popen([sys.executable, "-c", CODE, *words])
-    until = time.monotonic() + 120
-    while not ((run / "metrics.jsonl").is_file() and step_metrics(run)):
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.01)
-    ranks = children(process.pid)
-    process.kill()
-    process.wait()
+    with started(words, run, 1) as process:
+        ranks = children(process.pid)
     assert len(ranks) == 4 and all(gone(pid) for pid in ranks)
     assert main(["train", "--resume", str(run), "ranks=2", "mesh.tensor=1", "steps=3"]) == 0
     assert main(["train", "--resume", str(run), "ranks=1", "mesh.context=1", "steps=4"]) == 0
@@ -210,14 +221,8 @@ def test_a_killed_run_of_two_ranks_equals_the_uninterrupted_one(
     changes = {"checkpoint.every": 2, "checkpoint.async_save": in_background}
     words = ["train", *options(world, directory=run, ranks=2, steps=6, **changes)]
     for step in (1, 3):
-        process = subprocess.Popen([sys.executable, "-c", CODE, *words])
-        until = time.monotonic() + 120
-        while not ((run / "metrics.jsonl").is_file() and len(step_metrics(run)) >= step):
-            assert process.poll() is None and time.monotonic() < until
-            time.sleep(0.01)
-        ranks = children(process.pid)
-        process.kill()
-        process.wait()
+        with started(words, run, step) as process:
+            ranks = children(process.pid)
         assert len(ranks) == 2 and all(gone(pid) for pid in ranks)
     assert main(words) == 0
     assert [step["step"] for step in step_metrics(run)] == [1, 2, 3, 4, 5, 6]
@@ -252,21 +257,14 @@ def test_a_stopped_controller_continues_where_it_was(world: Path, tmp_path: Path
     them."""
     run, silence = tmp_path / "run", 3.0
     words = ["train", *options(world, directory=run, ranks=2, steps=STEPS, **{"crew.heartbeat_timeout": silence})]
-    with subprocess.Popen([sys.executable, "-c", CODE, *words]) as process:
-        try:
-            until = time.monotonic() + 120
-            while not ((run / "metrics.jsonl").is_file() and step_metrics(run)):
-                assert process.poll() is None and time.monotonic() < until
-                time.sleep(0.01)
-            process.send_signal(signal.SIGSTOP)
-            done, began = len(step_metrics(run)), time.monotonic()
-            straight = train(world, tmp_path / "straight", ranks=2, steps=STEPS)
-            time.sleep(max(0.0, silence + 1 - (time.monotonic() - began)))
-            assert len(step_metrics(run)) == done < STEPS
-            process.send_signal(signal.SIGCONT)
-            assert process.wait(120) == 0
-        finally:
-            process.kill()
+    with started(words, run, 1) as process:
+        process.send_signal(signal.SIGSTOP)
+        done, began = steps_of(run), time.monotonic()
+        straight = train(world, tmp_path / "straight", ranks=2, steps=STEPS)
+        time.sleep(max(0.0, silence + 1 - (time.monotonic() - began)))
+        assert steps_of(run) == done < STEPS
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(WITHIN) == 0
     is_straight(run, straight)
 
 
