@@ -19,6 +19,7 @@ ONE_EACH = {"collect.tasks": 256, "collect.group_size": 1}
 OWN: dict[str, dict[str, Any]] = {
     "dapo": {"overlong.buffer": 2},
     "gdpo": {"reward": "function", "reward.path": "tests.learn.rewards:in_parts"},
+    "grpo_vision": {"vision.train": "false"},  # the model reads text alone
     # With more samples, two are often right, and the group has equal rewards.
     "pass_at_k": {
         "collect.tasks": 128,
