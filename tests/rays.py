@@ -113,7 +113,7 @@ def joining(address: str) -> dict[str, str]:
 def output_of(process: subprocess.Popen[str], within: float = 900.0) -> dict[str, Any]:
     """Return the last line of a program's output, as JSON."""
     out, err = process.communicate(timeout=within)
-    assert process.returncode == 0, err[-4000:]
+    assert process.returncode == 0, f"exit code {process.returncode}: {err[-4000:]}"
     result: dict[str, Any] = json.loads(out.splitlines()[-1])
     return result
 
