@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from inspect import isabstract
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -97,6 +98,12 @@ class ChoiceOptions:
         return f"{', '.join(self.names)}, or a plug-in written module:Name"
 
     def _plugin(self, spec: str) -> type[BaseModel]:
+        source = spec.partition(":")[0]
+        if source.endswith(".py"):
+            remedy = f"Write `{Path(source).stem}:…`, with the folder of the file on PYTHONPATH."
+            if "function" in self.table:
+                remedy = f"A function in a file is the choice `function` with `path={spec}`."
+            raise PluginError(f"The plug-in '{spec}' names a file, and a plug-in is a class of a module. {remedy}")
         kind: type = load_plugin(spec, self.base)
         if not issubclass(kind, BaseModel):
             raise PluginError(

@@ -108,3 +108,13 @@ def test_a_table_may_not_use_the_words_of_the_grammar() -> None:
         Choice({"none": PPO})
     with pytest.raises(AssertionError, match="give Choice"):
         Choice(LOSSES).options(int | str)
+
+
+def test_a_file_in_place_of_a_module_is_told_where_it_belongs() -> None:
+    class Judged(Config):
+        reward: Annotated[Loss, Choice({"function": PPO})] = PPO()
+
+    with pytest.raises(PluginError, match=r"the choice `function` with `path=my_reward\.py:score`"):
+        Judged.model_validate({"reward": "my_reward.py:score"})
+    with pytest.raises(PluginError, match=r"Write `my_loss:…`, with the folder of the file on PYTHONPATH"):
+        Run.model_validate({"loss": "lib/my_loss.py:Loss"})
