@@ -1,11 +1,14 @@
-"""A process that does one piece of each kind of work that has a time limit. Its parent stops it meanwhile."""
+"""A process that does one piece of each kind of work that has a time limit. Its parent stops it meanwhile.
+
+Two processes load this file, so it imports nothing that loads torch.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import uvloop
@@ -16,16 +19,15 @@ from etude.agents.runner import Runner
 from etude.chat import RenderedPrompt
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.event_loop import LoopThread
-from etude.records import SamplingParams, Task
+from etude.records import Completion, SamplingParams, Task
 from etude.rewards import FunctionReward, Judge, JudgingConfig
 from etude.running_time import time_limit
 from etude.store import open_store
 from etude.store.queue.local_queue import LocalRolloutQueue
 from etude.store.queue.rollout_queue import RolloutLimits, RolloutRequest
 from tests.agents.rollout_queues import QUICK, ends
-from tests.recipes.collect.test_sources import Scripted
 
-LIMIT_S, SLICES = 4.0, 20
+LIMIT_S, SLICES = 3.0, 10
 """The limit of each piece of work, and the parts of a tenth of a second that it takes."""
 SILENCE_S = 2.0
 """Seconds without a heartbeat that cost a runner its attempts."""
@@ -46,13 +48,17 @@ def slowly_on_a_thread(task: Task, answer: str) -> float:
     return 1.0
 
 
-class SlowEngine(Scripted):
+class SlowEngine:
     """An engine that waits before it answers."""
 
-    async def generate(self, *args: object, **options: object) -> object:  # type: ignore[override]
+    version = 0
+
+    async def generate(self, *_: object, on_start: Callable[[], None], **options: object) -> Completion:
         """Wait, and answer."""
+        on_start()
         await slowly(TASK)
-        return await super().generate(*args, **options)  # type: ignore[arg-type]
+        ids = np.ones(3, np.int32)
+        return Completion(ids, np.zeros(3, np.float32), np.zeros(3, np.int32), "stop", "111")
 
 
 async def played_by_an_agent() -> str:

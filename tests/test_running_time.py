@@ -28,7 +28,7 @@ def test_a_process_that_was_stopped_for_longer_than_its_limits_loses_no_work() -
         stopped = [worker.pid, *descendants(worker.pid)]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(LIMIT_S + 1.0)
+        time.sleep(LIMIT_S + 0.5)
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
         outcomes = json.loads(worker.stdout.readline())
