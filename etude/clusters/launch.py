@@ -58,14 +58,21 @@ def write_job(directory: Path, words: Sequence[str], file: Path | None, job: Job
         options = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
         options.pop("launch", None)
         copy = folder / "options.yaml"
+        make_private(copy)
         copy.write_text(yaml.safe_dump(options, allow_unicode=True, sort_keys=False), encoding="utf-8")
         command += ["--config", str(copy)]
     script = folder / "job.sh"
     log = folder / "job-%j.log"
-    script.touch(mode=0o600)  # options may be secrets
+    make_private(script)
     text = slurm.write_script(job, command, sys.executable, f"etude-{directory.name}", log)
     script.write_text(text, encoding="utf-8")
     return script
+
+
+def make_private(path: Path) -> None:
+    """Create a file that only its owner can read, or make an old one so: options may be secrets."""
+    path.touch(mode=0o600)
+    path.chmod(0o600)
 
 
 def submit(directory: Path, script: Path) -> Launched:

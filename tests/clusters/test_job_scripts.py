@@ -99,7 +99,8 @@ def test_the_command_writes_a_job_that_runs_the_same_words(tmp_path: Path, capsy
     assert given in shown and "--gpus-per-node=1" in shown and "--time=60" in shown and "--cpus-per-task=2" in shown
     assert copy.read_text() == "model:\n  path: m\n"
     script = run / ".launch" / "job.sh"
-    assert script.read_text() == shown and stat.S_IMODE(script.stat().st_mode) == 0o600
+    assert script.read_text() == shown
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (script, copy)] == [0o600, 0o600]
 
 
 @pytest.mark.parametrize(
