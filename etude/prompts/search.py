@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from etude.data import Dataset
+from etude.data.files import row_to_json
 from etude.errors import ConfigError, RunError
 from etude.launch import Tasks
 from etude.observe import make_console
@@ -164,11 +165,16 @@ class PromptSearch(Algorithm):
         """The settings of the algorithm that a search which continues must have again."""
 
     def _settings(self, served: ServedModel, train: Dataset, val: Dataset) -> dict[str, Any]:
-        model = served.run.model.path
+        run = served.run
         settings = {"algorithm": type(self).__name__, "prompt": self.prompt, "name": self.name, "seed": self.seed}
         writer = self.writer if isinstance(self.writer, str) else "a function"
         tasks = {"number of tasks": len(train), "number of held-out tasks": len(val)}
-        return {**settings, "writer": writer, "model": str(model), **tasks, **self.settings}
+        contents = {"digest of the tasks": _digest_rows(train), "digest of the held-out tasks": _digest_rows(val)}
+        score = run.evaluate.score_settings(run.sampling)["sampling"]
+        sampled = {f"sampling.{name}": value for name, value in run.sampling.model_dump(mode="json").items()}
+        scored = {f"evaluate.sampling.{name}": value for name, value in score.items()}
+        own = {**settings, "writer": writer, "model": str(run.model.path), **tasks, **self.settings}
+        return {**own, **contents, **sampled, **scored}
 
 
 def write_best(directory: Path, prompt: str) -> None:
@@ -186,6 +192,10 @@ def require_score(score: PromptScore, what: str) -> float:
             f"{score.failure.rstrip('.')}. Correct the agent: it must read the prompt as `resources`."
         )
     return score.value
+
+
+def _digest_rows(tasks: Dataset) -> str:
+    return _digest([row_to_json(tasks.row(row), tasks.location(row)) for row in range(len(tasks))])
 
 
 def _digest(value: Any) -> str:

@@ -101,6 +101,10 @@ def test_a_search_that_was_stopped_continues_and_finds_the_best_prompt(
     assert (scores["first_score"], scores["score"]) == (0.0, 1.0)
     assert resumed.best is not None and all(word in resumed.best.text for word in WORDS)
     assert "{question}" in resumed.best.text and (where / "prompt.txt").read_text() == resumed.best.text
+    with pytest.raises(
+        RunError, match=r"another sampling\.max_tokens and evaluate\.sampling\.max_tokens: 4 there, 3 here"
+    ):
+        fit(SEARCHES[kind](options={**options, "sampling.max_tokens": 3}, writer=Scripted(), directory=where))
     log = [json.loads(line) for line in (where / "search.jsonl").read_text().splitlines()]
     assert len({line["name"] for line in log[1:]}) == len(log) - 1
     with closing(open_store(where / "journal.sqlite")) as store:
