@@ -174,7 +174,8 @@ def _optimize_prompt(arguments: argparse.Namespace) -> None:
     with pause_gc():
         from etude.prompts.command import optimize_prompt
 
-    result = optimize_prompt(run, kind, arguments.prompt, arguments.out, settings)
+    flags = {field: flag for flag, (field, _) in SEARCH_FLAGS.items()}
+    result = optimize_prompt(run, kind, arguments.prompt, arguments.out, settings, flags)
     if arguments.json:
         print(json.dumps(result))
 

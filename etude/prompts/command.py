@@ -22,10 +22,13 @@ from etude.recipes.served_model import serve_to_agent
 SEARCHES: Mapping[str, type[PromptSearch]] = {"apo": APO, "gepa": GEPA}
 
 
-def optimize_prompt(run: Run, kind: str, prompt: Path, out: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+def optimize_prompt(
+    run: Run, kind: str, prompt: Path, out: Path | None, settings: Mapping[str, Any], flags: Mapping[str, str]
+) -> dict[str, Any]:
     """Search for a better prompt than that in a file; return the scores and the file of the best prompt.
 
-    out: the directory of the search; None creates one in `runs`. settings: fields of the search.
+    out: the directory of the search; None creates one in `runs`. settings: fields of the search. flags: how the command
+    names some of them.
     """
     agent = load_agents(run.agent.path, run.agent.sources)
     if agent is None or not run.data.train:
@@ -33,7 +36,7 @@ def optimize_prompt(run: Run, kind: str, prompt: Path, out: Path | None, setting
             "A search needs an agent that reads the prompt, and tasks for it: give `agent.path=my_agent.py:solve` and "
             "`data.train=[tasks.jsonl]`."
         )
-    foreign = [name for name in settings if name not in SEARCHES[kind].__dataclass_fields__]
+    foreign = [f"`{flags[name]}`" for name in settings if name not in SEARCHES[kind].__dataclass_fields__]
     if foreign:
         raise ConfigError(f"`{kind}` has no {' and no '.join(foreign)}: that is for the other search. Leave it out.")
     if kind == "gepa":
@@ -41,9 +44,15 @@ def optimize_prompt(run: Run, kind: str, prompt: Path, out: Path | None, setting
     search = SEARCHES[kind](_read_prompt(prompt), **settings)
     directory = out or new_directory(Path("runs"), "prompt")
     console = make_console(run.observe.console)
-    console.print(Text(f"The results are written to {directory}. With `--out {directory}` this search continues."))
-    with lock_directory(directory), serve_to_agent(run, agent, directory) as served:
-        scores = search.search(served, list(run.data.train), list(run.data.val) or None, directory)
+    with lock_directory(directory, "--out …"):
+        console.print(Text(f"The results are written to {directory}."), soft_wrap=True)
+        try:
+            with serve_to_agent(run, agent, directory) as served:
+                scores = search.search(served, list(run.data.train), list(run.data.val) or None, directory)
+        except KeyboardInterrupt:
+            again = f"Stopped. The same command with `--out {directory}` continues the search."
+            console.print(Text(again), soft_wrap=True)
+            raise
     path = directory / BEST_FILE
     console.print(Text(f"the best prompt is in {path}"), soft_wrap=True)
     return {**scores, "prompt": str(path)}

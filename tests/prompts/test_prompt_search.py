@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
+import signal
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -127,27 +129,37 @@ def test_a_writer_without_a_usable_prompt_and_an_agent_that_fails_are_told(optio
 def test_the_command_asks_a_writer_of_another_provider(
     options: dict[str, Any], tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It prints what it finds, and the provider sees its own model and key."""
+    """It prints what it finds, also after Ctrl-C, and the provider sees its own model and key."""
     script = Scripted()
+    presses = [signal.SIGINT]
+
+    def answer(body: dict[str, Any]) -> Reply:
+        while presses:
+            os.kill(os.getpid(), presses.pop())
+        return Reply(script(body["messages"][0]["content"]))
+
     monkeypatch.setenv("WRITER_KEY", "k1")
     (tmp_path / "prompt.txt").write_text(FIRST + "\n")
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS[:2]))
-    with serving(lambda _, body: Reply(script(body["messages"][0]["content"]))) as provider:
+    with serving(lambda _, body: answer(body)) as provider:
         models = {"gpt": {"url": provider.url, "model": "gpt-9", "api_key_env": "WRITER_KEY"}}
         (tmp_path / "models.yaml").write_text(yaml.safe_dump(models))
         words = ["optimize-prompt", "apo", str(options["model.path"]), "--prompt", str(tmp_path / "prompt.txt")]
         words += ["--out", str(tmp_path / "out"), "--rounds", "1", "--width", "1", "--branches", "1", "--writer", "gpt"]
         words += ["sampling.max_tokens=4", "threads=1", "train.precision=fp32", "observe.level=error", "--json"]
         words += [f"agent.path={__file__}:adder", f"data.train=[{tmp_path / 'tasks.jsonl'}]"]
-        assert main([*words, f"agent.external={tmp_path / 'models.yaml'}"]) == 0
-        assert [sent["model"] for sent in provider.requests] == ["gpt-9", "gpt-9"]
+        words.append(f"agent.external={tmp_path / 'models.yaml'}")
+        assert main(words) == 130
+        assert f"with `--out {tmp_path / 'out'}` continues the search" in capsys.readouterr().out
+        assert main(words) == 0
+        assert [sent["model"] for sent in provider.requests] == ["gpt-9"] * 3
         assert provider.headers[0]["authorization"] == "Bearer k1"
         shown = capsys.readouterr().out
         assert json.loads(shown.splitlines()[-1])["score"] == pytest.approx(1 / 3)
         assert "first prompt: 0.000 on 2 tasks" in shown and "1 new prompts, the best has 0.333" in shown
         assert main([*words, "--max-rollouts", "9"]) == 2 and main([*words, "--writer", "claude"]) == 2
-        assert "`apo` has no max_rollouts" in (refused := capsys.readouterr().err)
-        assert "There is no writer 'claude'. The writers are: served." in refused
+        assert "`apo` has no `--max-rollouts`" in (refused := capsys.readouterr().err)
+        assert "There is no writer 'claude'. The writers are: served, gpt." in refused
 
 
 def test_the_served_model_answers_the_same_call_alike(options: dict[str, Any]) -> None:

@@ -68,8 +68,10 @@ def new_directory(parent: Path, name: str) -> Path:
 
 
 @contextmanager
-def lock_directory(directory: Path) -> Iterator[None]:
+def lock_directory(directory: Path, option: str = "directory=…") -> Iterator[None]:
     """Lock the directory for this process. The system releases the lock when the process ends, in any way.
+
+    option: that names another one, for the error.
 
     A directory that was created here is removed again if the run wrote nothing useful in it. Logs of ranks are removed
     where a run was refused. They stay after a `CrewError` or `EngineError`, because the error points to them.
@@ -89,7 +91,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
             owner = lock.read().strip()
             raise RunError(
                 f"The run directory {directory} is in use by process {owner or 'unknown'}. Wait until it has ended, or "
-                f"choose another with `directory=…`."
+                f"choose another with `{option}`."
             ) from error
         lock.truncate(0)
         lock.write(str(os.getpid()))
