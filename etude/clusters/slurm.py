@@ -80,7 +80,7 @@ srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 @RESOURCES@ b
 nodes=$!
 await_head || { kill "$nodes"; exit 1; }
 """
-"""Starts Ray on all machines, with a token of its own."""
+"""Starts Ray on all machines, with a new token."""
 END_RAY = """\
 kill "$nodes" 2>/dev/null
 wait "$nodes"

@@ -27,7 +27,7 @@ A program calls a language model with the prompt below. Here is what happened on
 {prompt}
 </prompt>
 
-{told}
+{description}
 
 Say in at most ten sentences what in the prompt causes low rewards or failures, and what a better prompt would say. Do \
 not solve the tasks, and do not repeat their answers."""
@@ -151,12 +151,12 @@ class APO(PromptSearch):
         self, trial: PromptTrial, name: str, parent: str, rows: Sequence[int], refused: list[str]
     ) -> str | None:
         """Return a new prompt; None, and sentences in `refused`, if the writer gives none."""
-        told = await trial.describe(f"{name}: rollouts", parent, rows)
+        description = await trial.describe(f"{name}: rollouts", parent, rows)
         critique = ""
         for attempt in range(TRIES):
             call = f"{name}, call {attempt}"
             try:
-                asked = CRITICIZE.format(count=len(rows), prompt=parent, told=told)
+                asked = CRITICIZE.format(count=len(rows), prompt=parent, description=description)
                 critique = critique or await trial.write(f"{call}: critique", asked)
                 answer = await trial.write(f"{call}: prompt", REWRITE.format(prompt=parent, critique=critique))
                 return read_prompt(answer, parent)

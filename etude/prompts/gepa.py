@@ -12,7 +12,7 @@ from etude.prompts.scoring import PromptScore, describe_rollout
 from etude.prompts.search import FoundPrompt, PromptSearch, PromptTrial, require_score
 from etude.recipes.collect.rollouts import PlayedRollout
 
-TOLD = ("Base program full valset score", "Best score on valset")
+PRINTED = ("Base program full valset score", "Best score on valset")
 """The parts of GEPA's lines that are printed."""
 
 
@@ -85,12 +85,14 @@ class _Adapter:
         """Play tasks with a prompt. A rollout that fails has the score 0, as GEPA has no other sign for it."""
         result = self._played(batch, candidate[self.trial.name])
         return load_gepa().EvaluationBatch(
-            outputs=result["told"], scores=result["scores"], trajectories=result["told"] if capture_traces else None
+            outputs=result["descriptions"],
+            scores=result["scores"],
+            trajectories=result["descriptions"] if capture_traces else None,
         )
 
     def make_reflective_dataset(self, _: Any, evaluated: Any, components: Sequence[str]) -> dict[str, Any]:
         """Return what the writer is shown."""
-        rows = [{"What happened": told} for told in evaluated.trajectories]
+        rows = [{"What happened": each} for each in evaluated.trajectories]
         return dict.fromkeys(components, rows)
 
     def reflect(self, message: Any) -> str:
@@ -104,7 +106,7 @@ class _Adapter:
 
     def log(self, message: str) -> None:
         """Print GEPA's lines about the best score."""
-        if any(words in message for words in TOLD):
+        if any(words in message for words in PRINTED):
             self.trial.tell(message)
 
     def _played(self, batch: Sequence[TaskRow], prompt: str) -> dict[str, Any]:
@@ -119,11 +121,16 @@ class _Adapter:
             score = PromptScore.of(played)
             require_score(score, f"the prompt {prompt[:80]!r}")
             tokenizer = self.trial.served.chat.tokenizer
-            told = [
+            descriptions = [
                 describe_rollout(tasks.task(row, row), rollout, tokenizer)
                 for row, rollout in zip(rows, played, strict=True)
             ]
-            result = {"prompt": prompt, "scores": [_reward(each) for each in played], "told": told, **asdict(score)}
+            result = {
+                "prompt": prompt,
+                "scores": [_reward(each) for each in played],
+                "descriptions": descriptions,
+                **asdict(score),
+            }
             self.trial.log.add(name, result)
         if result["prompt"] != prompt:
             raise RunError("The search took another way than the one that was stopped. Search in a new directory.")

@@ -85,13 +85,13 @@ class PromptTrial:
         if result is None:
             played = await self.play(prompt, self.train, rows, "train")
             tokenizer = self.served.chat.tokenizer
-            told = [
+            descriptions = [
                 describe_rollout(self.train.task(row, row), rollout, tokenizer)
                 for row, rollout in zip(rows, played, strict=True)
             ]
-            result = {"prompt": prompt, "told": "\n\n".join(told), "rollouts": len(played)}
+            result = {"prompt": prompt, "description": "\n\n".join(descriptions), "rollouts": len(played)}
             self.log.add(name, result)
-        return str(result["told"])
+        return str(result["description"])
 
     async def write(self, name: str, message: str) -> str:
         """Return the writer's answer to a message. name: the place in the search."""
