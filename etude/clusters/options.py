@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from pydantic import Field
 
 from etude.config import Config
@@ -29,6 +32,8 @@ class JobConfig(Config):
 
 class LaunchOptions(Config):
     """The options that `etude launch` adds to a run."""
+
+    sections_elsewhere: ClassVar[Mapping[str, str]] = {}
 
     launch: JobConfig = JobConfig()
 

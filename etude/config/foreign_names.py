@@ -21,6 +21,9 @@ def answer_foreign_names(root: type[BaseModel], path: str, value: Any, known: Co
 
     value: the value of the key, which may be a whole section of another program. known: the paths of the options here.
     """
+    elsewhere: Mapping[str, str] = getattr(root, "sections_elsewhere", {})
+    if where := elsewhere.get(path.partition(".")[0]):
+        return [f"{path} is not an option of this command. {where}"]
     keys = list(iter_leaf_paths(path, value))
     answers = [_find_answer(root, path, key, known) for key in keys]
     return [_to_sentence(key, answer) for key, answer in zip(keys, answers, strict=True)] if any(answers) else []

@@ -36,6 +36,8 @@ _RULES = {
 }
 _MOST_SLIPS, _LONG_NAME = 2, 12
 """The most slips of the pen in a name of so many letters; a shorter name has one. More is another name."""
+_NAME_OF_WORDS = 5
+"""Letters of a name that one slip does not make another word."""
 _MOST_LISTED = 20
 _LONGEST = 80
 
@@ -113,11 +115,16 @@ def make_unknown_key_error(
 ) -> UnknownKeyError:
     """Return the error for an unknown key: Etude's name for it, the choice that has it, or the nearest names."""
     candidates = set(candidates)
+    parent, _, leaf = path.rpartition(".")
+    if path in candidates and parent != location.owner_path:
+        return UnknownKeyError(f"{path} is one name with dots here. Write {leaf} under {parent}, indented.")
+    own_paths = [join_path(location.owner_path, name) for name in location.owner.model_fields]
+    in_section = bool(parent) and parent == location.owner_path and location.options is None
+    if in_section and (slip := _find_one_slip(path, own_paths)):
+        return UnknownKeyError(f"{path} is not an option. Did you mean {slip}?")
     if sentences := answer_foreign_names(root, path, value, candidates):
         return UnknownKeyError(" ".join(sentences))
-    parent, _, leaf = path.rpartition(".")
     here, kind = location.owner_path, location.owner
-    own_paths = [join_path(here, name) for name in kind.model_fields]
     table = {} if location.options is None else location.options.table
     sentence, siblings = f"{path} is not an option.", list[str]()
     if table:
@@ -130,8 +137,6 @@ def make_unknown_key_error(
     near = _find_closest_paths(path, own_paths, ()) or _find_closest_paths(
         path, candidates if not siblings else (), below
     )
-    if path in near:
-        return UnknownKeyError(f"{path} is one name with dots here. Write {leaf} under {parent}, indented.")
     if near:
         return UnknownKeyError(f"{sentence} Did you mean {_join_with_or(near)}?")
     if not here and len(own_paths) > _MOST_LISTED:
@@ -264,6 +269,13 @@ def _format_value(path: str, value: Any) -> str:
     """Return a value for an error message: shortened, with masked secrets."""
     text = repr(mask(to_plain(value), find_secret_key(path)))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _find_one_slip(path: str, own_paths: Collection[str]) -> str:
+    """Return the only option of the same section that is one letter from a long name; empty if there is none. A name
+    of another program is rarely so near."""
+    near = [own for own in own_paths if count_slips(path, own) == 1]
+    return near[0] if len(near) == 1 and len(path.rpartition(".")[2]) >= _NAME_OF_WORDS else ""
 
 
 def _find_closest_paths(path: str, candidates: Collection[str], below: Collection[str]) -> list[str]:

@@ -86,6 +86,10 @@ class Recipe(Config):
     """The options that every run has."""
 
     option_rules: ClassVar[NameRules] = OPTION_RULES
+    sections_elsewhere: ClassVar[Mapping[str, str]] = {
+        "launch": "It describes a job, for `etude launch slurm`. Leave it out here."
+    }
+    """Sections of another command, with a sentence about them."""
     path_options: ClassVar[dict[str, str]] = {
         "model": "model.path",
         "tokenizer": "model.tokenizer",

@@ -110,6 +110,7 @@ def test_the_command_writes_a_job_that_runs_the_same_words(tmp_path: Path, capsy
         (["slurm", "sft", "directory=x", "launch.nodes=2"], "needs `cluster=ray`, and this run has `cluster=local`"),
         (["slurm", "sft", "grpo", "directory=x"], "The preset grpo belongs to `etude train`"),
         (["slurm", "grpo", "directory=x", "launch.minutes=1"], "launch.minutes"),
+        (["slurm", "grpo", "directory=x", "launch.gpu=1"], "Did you mean launch.gpus?"),
         (["slurm", "grpo", "directory=x"], "`sbatch`, which is not on this machine's PATH"),
         (["state", "x"], "x has no job. Submit one"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,8 @@ def test_no_alias_has_the_name_of_an_option() -> None:
         ("trainer.n_gpus_per_node=8", "here it is `ranks`: training processes, one for each GPU"),
         ("trainer.nnodes=2", "here it is `cluster=ray ranks=16`"),
         ("use_vllm=true", "here it is `rollout=vllm`"),
+        ("evaluate.sample=2", "evaluate.sample is not an option. Did you mean evaluate.samples?"),
+        ("launch.gpus=2", "launch is not an option of this command. It describes a job"),
         ("trainer.total_epochs=3", "`steps`: a step asks `collect.tasks` rows"),
     ],
 )
@@ -105,3 +108,9 @@ def test_several_names_are_answered_together() -> None:
 def test_an_unknown_name_gets_the_usual_error() -> None:
     with pytest.raises(UnknownKeyError, match="Did you mean steps"):
         compose(Run, ["stepz=3"])
+
+
+def test_a_name_with_dots_in_a_file_is_named_although_other_sections_have_the_same_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model.path: tiny\n")
+    with pytest.raises(UnknownKeyError, match=r"model\.path is one name with dots here\. Write path under model"):
+        compose(Run, file=tmp_path / "mine.yaml")
