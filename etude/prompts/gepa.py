@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from etude.errors import ConfigError, RunError
 from etude.prompts import load_gepa
 from etude.prompts.scoring import PromptScore, describe_rollout
 from etude.prompts.search import FoundPrompt, PromptSearch, PromptTrial, require_score
+from etude.prompts.writer import find_lost
 from etude.recipes.collect.rollouts import PlayedRollout
 
 PRINTED = ("Base program full valset score", "Best score on valset")
@@ -50,7 +52,7 @@ class GEPA(PromptSearch):
         """Search, and return the best prompt. Every random choice is drawn from the seed, so the log's results lead
         to where the search was stopped."""
         gepa = load_gepa()
-        adapter = _Adapter(trial)
+        adapter = _Adapter(trial, self.prompt)
         result = gepa.optimize(
             seed_candidate={trial.name: self.prompt},
             trainset=[TaskRow(False, row) for row in range(len(trial.train))],
@@ -76,6 +78,8 @@ class _Adapter:
     """The system as GEPA sees it: it scores a prompt, and describes rollouts. Also GEPA's logger."""
 
     trial: PromptTrial
+    first: str
+    """The prompt with which the search begins."""
     propose_new_texts: None = None
     calls: int = 0
     failure: Exception | None = None
@@ -111,6 +115,9 @@ class _Adapter:
 
     def _played(self, batch: Sequence[TaskRow], prompt: str) -> dict[str, Any]:
         self.calls += 1
+        if lost := find_lost(prompt, self.first):
+            why = f"The prompt lacks {', '.join(lost)}, which the agent fills in. Nothing was played."
+            return {"scores": [-math.inf] * len(batch), "told": [why] * len(batch)}
         name = f"evaluation {self.calls}"
         result = self.trial.log.find(name)
         if result is None:

@@ -67,10 +67,14 @@ def read_prompt(text: str, old: str) -> str:
         )
     if prompt == old.strip():
         raise UnusablePromptError("The writer repeated the prompt.")
-    lost = sorted(set(PLACEHOLDER.findall(old)) - set(PLACEHOLDER.findall(prompt)))
-    if lost:
+    if lost := find_lost(prompt, old):
         raise UnusablePromptError(f"The writer's prompt lacks {', '.join(lost)}, which the agent fills in.")
     return prompt
+
+
+def find_lost(prompt: str, old: str) -> list[str]:
+    """Return the placeholders of the old prompt that the new one lacks."""
+    return sorted(set(PLACEHOLDER.findall(old)) - set(PLACEHOLDER.findall(prompt)))
 
 
 async def _call(writer: Writer, message: str) -> str:

@@ -120,6 +120,8 @@ def test_a_writer_without_a_usable_prompt_and_an_agent_that_fails_are_told(optio
         RunError, match=r"no new prompt in 1 branches of round 1\. The writer's prompt lacks \{question\}"
     ):
         fit(search)
+    evolved = etude.GEPA(FIRST, options, lambda _: "```\nAdd carefully.\n```", max_rollouts=12)
+    assert fit(evolved)["score"] == 0.0 and evolved.best is not None and evolved.best.text == FIRST
     with pytest.raises(
         RunError, match=r"2 of 2 rollouts of the first prompt failed.*cannot work with this prompt\. Correct"
     ):
