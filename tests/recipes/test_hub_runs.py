@@ -492,9 +492,13 @@ def test_a_hub_whose_packages_are_missing_says_how_to_install_them() -> None:
         ({"env.hub": f"trl:{ODD}", "env.path": "x.py:Y"}, "`env.path` names others: leave one out"),
         ({"env.workers": 2}, "`env.workers=2` is for the environment of a hub, and `env.hub` names none"),
         ({"env.hub": "verifiers:x", "env.max_turns": 3}, "does nothing where the hub's own program plays"),
-        ({"env.hub": "verifiers:x", "agent.path": "x.py:y"}, "and `agent.path` another agent. Leave one out."),
+        ({"env.hub": "verifiers:x", "agent.path": f"{__file__}:y"}, "and `agent.path` another agent. Leave one out."),
         ({"env.hub": "verifiers:x", "agent.strategy": "cs"}, "plays in processes of its own"),
         ({"data.train": "env:0:9"}, "are tasks of a hub's environment, and `env.hub` names none"),
+        (
+            {"data.train": "{cards: 'env:0:9'}"},
+            "`data.train={cards: env:0:9}` are tasks of a hub's environment, and `env.sources.cards.hub` names none.",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

@@ -46,12 +46,13 @@ def name_task_files(run: Run, directory: Path | None = None) -> Run:
             numbers = _ASKED.fullmatch(tasks)
             environment = run.env.of_source(source)
             if environment is None or environment.options.hub is None:
-                hub = f"env.sources.{source}.hub" if source in run.env.sources else "env.hub"
+                hub = f"env.sources.{source}.hub" if source else "env.hub"
+                given = f"{{{source}: {tasks}}}" if source else name
                 other = ""
                 if not source and (others := [each for each in run.env.sources if run.env.sources[each].hub]):
                     other = f" Those of the data source `{others[0]}`: `{option}={{{others[0]}: {tasks}}}`."
                 raise ConfigError(
-                    f"`{option}={name}` are tasks of a hub's environment, and `{hub}` names none. Name it, as in "
+                    f"`{option}={given}` are tasks of a hub's environment, and `{hub}` names none. Name it, as in "
                     f"`{hub}=gymnasium:Blackjack-v1`, or give files of tasks.{other}"
                 )
             if numbers is None or int(numbers[1]) >= int(numbers[2]):
