@@ -197,7 +197,9 @@ def missing_column(where: str, path: str, row: Mapping[str, Any], remedy: str) -
 
 def no_such_data(path: Path) -> ConfigError:
     """Return the error of data whose file is not there."""
-    return ConfigError(f"The data `{path}` was requested, and there is no such file (in {Path.cwd()}).")
+    return ConfigError(
+        f"The data `{path}` was requested, and there is no such file (in {Path.cwd()}). Correct the path."
+    )
 
 
 def read_rows(path: Path) -> RowSource:
