@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -15,7 +17,35 @@ from etude.config import load_plugin
 from etude.config.compose import compose
 from etude.recipes.presets import PRESETS
 
-__all__ = ["composed", "in_turn", "root_of"]
+__all__ = ["Commands", "composed", "in_turn", "root_of"]
+
+# The process that started the tests may ignore Ctrl-C, as nohup does, and a child inherits that.
+HEEDING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+FORKING = """
+import json, os, sys
+from etude.cli import main
+from etude.demo.tabular import command
+from etude.recipes.run import config
+
+def start(words, folder, out, err, closed, encoding, environment):
+    os.chdir(folder)
+    os.environ.update(environment)
+    for descriptor, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
+        getattr(sys, ("stdout", "stderr")[descriptor - 1]).reconfigure(encoding=encoding, errors="strict")
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        if name in closed:  # as an interpreter finds it
+            os.close(descriptor)
+            setattr(sys, name, None)
+            setattr(sys, f"__{name}__", None)
+    sys.exit(main(words))
+
+for line in sys.stdin:
+    if (child := os.fork()) == 0:
+        start(*json.loads(line))
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 
 IN_TURN = """
 import os, sys
@@ -47,6 +77,50 @@ def composed(arguments: Namespace, words: Sequence[str]) -> BaseModel | None:
     presets = [PRESETS[word] for word in arguments.overrides if word in PRESETS]
     options = [word for word in arguments.overrides if "=" in word]
     return compose(root, options, preset=presets[0] if presets else None)
+
+
+class Commands:
+    """Command lines, each in a process forked from one that has loaded what they need."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", HEEDING + FORKING]
+        self._parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        *,
+        out: str = "out",
+        err: str = "err",
+        closed: Sequence[str] = (),
+        encoding: str = "utf-8",
+        environment: Mapping[str, str] | None = None,
+    ) -> int:
+        """Start a command, and return its process. out, err: files in its folder, or devices."""
+        assert self._parent.stdin is not None and self._parent.stdout is not None
+        asked = [list(words), str(folder), out, err, list(closed), encoding, dict(environment or {})]
+        self._parent.stdin.write(json.dumps(asked) + "\n")
+        self._parent.stdin.flush()
+        process = int(self._parent.stdout.readline())
+        assert process > 1, "the command before was waited for"
+        return process
+
+    def wait(self) -> int:
+        """Return the exit code of the command that was started last."""
+        assert self._parent.stdout is not None
+        return int(self._parent.stdout.readline())
+
+    def run(self, words: Sequence[str], folder: Path, **how: Any) -> tuple[int, bytes, bytes]:
+        """Run a command; return its exit code, its output and its errors."""
+        for name in ("out", "err"):
+            (folder / name).unlink(missing_ok=True)
+        self.start(words, folder, **how)
+        return self.wait(), (folder / "out").read_bytes(), (folder / "err").read_bytes()
+
+    def close(self) -> None:
+        """End the process from which commands are forked."""
+        self._parent.communicate()
 
 
 def in_turn(

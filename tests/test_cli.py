@@ -11,7 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,9 @@ from etude.demo.tabular.run import DemoRun
 from etude.errors import ConfigError, describe_out_of_memory, describe_system_error
 from etude.recipes.registry import SUPERVISED
 from etude.recipes.run.config import Run
-from tests.commands import composed, in_turn, root_of
+from tests.commands import Commands, composed, in_turn, root_of
+from tests.processes import gone
+from tests.waits import blocked_until
 
 ETUDE = [sys.executable, "-c", "import sys; from etude.cli import main; sys.exit(main())"]
 SHORT = ["demo", "algorithms", "steps=2", "groups=2", "group_size=4", "mini_batches=2"]
@@ -45,11 +47,6 @@ def demonstrated(tmp_path: Path, capsys: Captured, *arguments: str) -> tuple[dic
     assert main([*SHORT, f"directory={tmp_path}", "--json", *arguments]) == 0
     printed = capsys.readouterr().out
     return json.loads(printed.splitlines()[-1]), printed
-
-
-def in_shell(command: str) -> subprocess.CompletedProcess[bytes]:
-    """Return the result of a command line in a shell that redirects its output."""
-    return subprocess.run(["sh", "-c", f"{shlex.join(ETUDE)} {command}"], capture_output=True, check=False)
 
 
 # -- what it shows ---------------------------------------------------------------------------------------------------
@@ -356,14 +353,18 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path: Path, capsys: Captur
     assert any(line.startswith("ppo ") and "→" in line for line in captured.out.splitlines())
 
 
-def test_a_file_that_knows_only_ascii_gets_ascii_curves(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*ETUDE, *SHORT, "loss=ppo", f"directory={tmp_path}"],
-        capture_output=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"ppo  _" in done.stdout and b"\x1b" not in done.stdout
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    commands = Commands()
+    yield commands
+    commands.close()
+
+
+@pytest.mark.slow
+def test_a_file_that_knows_only_ascii_gets_ascii_curves(commands: Commands, tmp_path: Path) -> None:
+    code, out, err = commands.run([*SHORT, "loss=ppo", f"directory={tmp_path}"], tmp_path, encoding="ascii")
+    assert (code, err) == (0, b"")
+    assert b"ppo  _" in out and b"\x1b" not in out
 
 
 def test_on_a_terminal_there_is_a_live_table(tmp_path: Path) -> None:
@@ -388,32 +389,35 @@ def test_on_a_terminal_there_is_a_live_table(tmp_path: Path) -> None:
     assert b"\x1b[" in shown and b"gained" in shown and b"curves.png" in shown
 
 
-def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
-    # The process that started the tests may ignore Ctrl-C, as nohup does, and a child inherits that.
-    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); " + ETUDE[-1]
-    running = subprocess.Popen(
-        [*ETUDE[:-1], heeding, *SHORT, "loss=ppo", "steps=1000000", f"directory={tmp_path}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.mark.slow
+def test_ctrl_c_ends_quietly(commands: Commands, tmp_path: Path) -> None:
+    process = commands.start([*SHORT, "loss=ppo", "steps=1000000", f"directory={tmp_path}"], tmp_path)
     try:
-        deadline = time.monotonic() + 90
-        while running.poll() is None and not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        running.send_signal(signal.SIGINT)
-        _, errors = running.communicate(timeout=30)
+        blocked_until(lambda: list(tmp_path.rglob("metrics.jsonl")), within=90)
+        os.kill(process, signal.SIGINT)
+        assert gone(process, 30.0)
     finally:
-        running.kill()
-    assert running.returncode == 130 and "Traceback" not in errors
+        if not gone(process, 0.0):
+            os.kill(process, signal.SIGKILL)
+        code = commands.wait()
+    assert code == 130 and "Traceback" not in (tmp_path / "err").read_text()
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_closed_streams_are_not_written_to(closed: str, tmp_path: Path) -> None:
-    command = "version" if closed == ">&- 2>&-" else "config show"
-    codes, done = in_turn(tmp_path, "--help", command, "config show stepps=3", behind=closed)
-    assert codes == [0, 0, 2] and b"Traceback" not in done.stderr, done.stderr
-    assert b"etude: " not in done.stdout
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [("stdout",), ("stderr",), ("stdout", "stderr")])
+def test_closed_streams_are_not_written_to(closed: tuple[str, ...], commands: Commands, tmp_path: Path) -> None:
+    command = "version" if len(closed) == 2 else "config show"
+    lines = {"--help": 0, command: 0, "config show stepps=3": 2}
+    for line, expected in lines.items():
+        code, out, err = commands.run(line.split(), tmp_path, closed=closed)
+        assert code == expected and b"Traceback" not in err, err
+        assert b"etude: " not in out
+
+
+@pytest.mark.slow
+def test_streams_that_were_closed_before_the_start_are_not_written_to(tmp_path: Path) -> None:
+    codes, _ = in_turn(tmp_path, "--help", "config show stepps=3", behind=">&- 2>&-")
+    assert codes == [0, 2]
 
 
 REFUSED_LOOP = """
@@ -442,19 +446,30 @@ def test_a_limit_of_open_files_is_reported_without_a_traceback() -> None:
     assert done.stderr.count("\n") == 1 and "`ulimit -n 4096`" in done.stderr
 
 
-def test_a_full_disk_is_reported_in_a_sentence() -> None:
-    done = in_shell("config show --yaml >/dev/full")
-    assert done.returncode == 1
-    assert done.stderr == b"etude: The system refused to read or write: No space left on device.\n"
-    both = in_shell("config show --yaml >/dev/full 2>/dev/full")
-    assert both.returncode == 1
+@pytest.mark.slow
+def test_a_full_disk_is_reported_in_a_sentence(commands: Commands, tmp_path: Path) -> None:
+    words = ["config", "show", "--yaml"]
+    commands.start(words, tmp_path, out="/dev/full")
+    assert commands.wait() == 1
+    assert (tmp_path / "err").read_bytes() == b"etude: The system refused to read or write: No space left on device.\n"
+    commands.start(words, tmp_path, out="/dev/full", err="/dev/full")
+    assert commands.wait() == 1
 
 
-@pytest.mark.parametrize("locale", ["PYTHONIOENCODING=ascii", "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"])
-def test_a_terminal_that_knows_only_ascii_is_no_error(locale: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_terminal_that_knows_only_ascii_is_no_error(tmp_path: Path) -> None:
+    locale = "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"
     codes, done = in_turn(tmp_path, "--help", "train --help", "config show", before=locale)
     assert codes == [0, 0, 0] and done.stderr == b""
     assert done.stdout.isascii() and len(done.stdout) > 1500
+
+
+@pytest.mark.slow
+def test_output_that_knows_only_ascii_is_no_error(commands: Commands, tmp_path: Path) -> None:
+    """Its encoding refuses what it cannot write."""
+    for line in ("--help", "train --help", "config show"):
+        code, out, err = commands.run(line.split(), tmp_path, encoding="ascii")
+        assert (code, err) == (0, b"") and out.isascii() and len(out) > 500
 
 
 def test_the_package_is_the_command_too() -> None:
