@@ -33,7 +33,7 @@ def build(
     from etude.recipes.run.resume.missing_inputs import check_required
 
     run = resolve_hub_names(run)
-    check_required(run)
+    check_required(run, tuple(tasks or ()))
     with ExitStack() as stack:
         with pause_gc():
             from etude.recipes.run.builders.hubs import name_task_files

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from etude.config.together import told_together
@@ -15,12 +15,13 @@ from etude.recipes.run.rules.required import find_missing_options
 
 
 @told_together
-def check_required(run: Recipe) -> Iterator[ConfigError]:
+def check_required(run: Recipe, unwritten: Collection[str] = ()) -> Iterator[ConfigError]:
     """Refuse a run without a model or data, and a new one that names a file that is not there. A run that continues
-    compares its files with those that it began with."""
+    compares its files with those that it began with. unwritten: `train`, `val`: its files are written later."""
     yield from find_missing_options(run)
     if run.directory is None or not (run.directory / OPTIONS).exists():
-        yield from _find_missing_data((*run.data.train, *run.data.val))
+        data = {"train": run.data.train, "val": run.data.val}
+        yield from _find_missing_data(file for name in data.keys() - unwritten for file in data[name])
         yield from _find_missing_code(run)
 
 
