@@ -14,7 +14,8 @@ from etude.observe import make_console
 from etude.prompts import load_gepa
 from etude.prompts.apo import APO
 from etude.prompts.gepa import GEPA
-from etude.prompts.search import BEST_FILE, PromptSearch
+from etude.prompts.search import BEST_FILE, PromptSearch, check_agent
+from etude.prompts.writer import SERVED, find_writer
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import lock_directory, new_directory
 from etude.recipes.served_model import serve_to_agent
@@ -39,6 +40,8 @@ def optimize_prompt(
     foreign = [f"`{flags[name]}`" for name in settings if name not in SEARCHES[kind].__dataclass_fields__]
     if foreign:
         raise ConfigError(f"`{kind}` has no {' and no '.join(foreign)}: that is for the other search. Leave it out.")
+    check_agent(agent)
+    find_writer(settings.get("writer", SERVED), run)
     if kind == "gepa":
         load_gepa()
     search = SEARCHES[kind](_read_prompt(prompt), **settings)
@@ -62,7 +65,8 @@ def _read_prompt(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The prompt cannot be read: {error}. Name a text file: `--prompt my_prompt.txt`.") from error
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"{path} cannot be read ({why}). Name a text file: `--prompt my_prompt.txt`.") from error
     if not text:
         raise ConfigError(f"{path} is empty. Write the prompt into it with which the search begins.")
     return text

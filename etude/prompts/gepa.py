@@ -117,7 +117,7 @@ class _Adapter:
         self.calls += 1
         if lost := find_lost(prompt, self.first):
             why = f"The prompt lacks {', '.join(lost)}, which the agent fills in. Nothing was played."
-            return {"scores": [-math.inf] * len(batch), "told": [why] * len(batch)}
+            return {"scores": [-math.inf] * len(batch), "descriptions": [why] * len(batch)}
         name = f"evaluation {self.calls}"
         result = self.trial.log.find(name)
         if result is None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
+from etude.agents.agent import Agent
 from etude.data import Dataset
 from etude.data.files import row_to_json
 from etude.errors import ConfigError, RunError
@@ -132,6 +133,8 @@ class PromptSearch(Algorithm):
         """
         if train is None:
             raise ConfigError("There is nothing to play: give tasks, `trainer.fit(agent, train=tasks)`.")
+        if self.context is not None:
+            check_agent(self.context.agent)
         with ExitStack() as stack:
             directory = None if self.directory is None else Path(self.directory)
             if directory is not None:
@@ -175,6 +178,15 @@ class PromptSearch(Algorithm):
         scored = {f"evaluate.sampling.{name}": value for name, value in score.items()}
         own = {**settings, "writer": writer, "model": str(run.model.path), **tasks, **self.settings}
         return {**own, **contents, **sampled, **scored}
+
+
+def check_agent(agent: Agent) -> None:
+    """Refuse an agent that cannot read the prompt: every prompt would have the same score."""
+    if not any({"resources", "claim"}.intersection(member.call_signature().parameters) for member in agent.members()):
+        raise ConfigError(
+            f"The agent {agent.title} has no parameter `resources`, so it cannot read the prompt. Add it, and read the "
+            "prompt from it by its name."
+        )
 
 
 def write_best(directory: Path, prompt: str) -> None:

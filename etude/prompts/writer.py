@@ -11,9 +11,10 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from etude.agents.proxy.external import external_models
+from etude.agents.proxy.external import ExternalModel, external_models
 from etude.config.env import read_api_key
 from etude.errors import ConfigError, UnknownChoiceError
+from etude.recipes.run.config import Run
 from etude.recipes.served_model import ServedModel
 from etude.rewards.judge_client import JudgeClient
 
@@ -44,15 +45,19 @@ def open_writer(writer: str | Writer, served: ServedModel) -> Ask:
     """Return the function that asks a writer: a function of the program, `served`, or a name of `agent.external`."""
     if callable(writer):
         return lambda message, _: _call(writer, message)
-    if writer == SERVED:
-        return served.ask
-    models = external_models(served.run.agent.external)
-    if writer not in models:
+    model = find_writer(writer, served.run)
+    return served.ask if model is None else _Provider(model.url, model.model or writer, model.api_key_env, writer).ask
+
+
+def find_writer(writer: str, run: Run) -> ExternalModel | None:
+    """Return the model of another provider that writes; None for the served model. Raise for an unknown name."""
+    models = external_models(run.agent.external)
+    if writer != SERVED and writer not in models:
         known = ", ".join([SERVED, *models])
         raise UnknownChoiceError(
             f"There is no writer '{writer}'. The writers are: {known}. Other names are models of `agent.external`."
         )
-    return _Provider(models[writer].url, models[writer].model or writer, models[writer].api_key_env, writer).ask
+    return models.get(writer) if writer != SERVED else None
 
 
 def read_prompt(text: str, old: str) -> str:

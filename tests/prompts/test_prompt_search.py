@@ -239,6 +239,17 @@ def test_an_answer_that_is_no_prompt_is_refused(answer: str, why: str) -> None:
         read_prompt(answer, "Add {n}")
 
 
+@etude.agent
+def promptless(task: Any, llm: Any) -> float:
+    """Take no resources."""
+    return 1.0
+
+
+def test_an_agent_that_takes_no_prompt_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"The agent .*promptless.* has no parameter `resources`"):
+        etude.Trainer(etude.APO(FIRST, options)).fit(promptless, TASKS)
+
+
 def test_impossible_numbers_are_refused() -> None:
     with pytest.raises(ConfigError, match="beam_width is 0; it is a whole number, 1 or more"):
         etude.APO("a", beam_width=0)

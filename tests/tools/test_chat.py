@@ -136,12 +136,14 @@ def test_a_conversation_in_a_terminal_is_ended(ends: bytes, code: int, model: Pa
 
 
 def _press_until_ended(terminal: int, keys: bytes, process: subprocess.Popen[bytes]) -> int:
-    """Press keys until the process has ended; return its exit code. Keys that are pressed between a prompt and the
-    moment at which readline takes the terminal over are lost."""
+    """Press keys until the process has ended; return its exit code as a shell has it, for a signal too: the interpreter
+    may be ending when they are pressed again. Keys that are pressed between a prompt and the moment at which readline
+    takes the terminal over are lost."""
     for _ in range(120):
         os.write(terminal, keys)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(0.5)
+            code = process.wait(0.5)
+            return 128 - code if code < 0 else code
     raise AssertionError("it did not end")
 
 
