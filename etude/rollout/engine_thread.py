@@ -54,6 +54,13 @@ class EngineCommands:
             self._commands.append((command, futures))
             self._changed.notify()
 
+    def wake(self) -> None:
+        """Have the thread look for work again, unless it takes no further commands."""
+        with self._changed:
+            if not self._closed:
+                self._commands.append((lambda: None, ()))
+                self._changed.notify()
+
     def call(self, command: Callable[[], T]) -> T:
         """Queue a command, and wait for its result."""
         future: Future[T] = Future()

@@ -82,7 +82,7 @@ class TorchEngine:
         self._keeps_routes = records_routes
         self._images = images
         self._commands = EngineCommands()
-        pixels = None if images is None else PromptPixels(images.pixels, self._look_again)
+        pixels = None if images is None else PromptPixels(images.pixels, self._commands.wake)
         self._steps = EngineSteps(model, config, version=version, routes=routes, pixels=pixels)
         self._resident = EngineModel(model, merge=merge, prepack=config.prepack)
         self._paused = False
@@ -283,11 +283,6 @@ class TorchEngine:
         if unfinished:
             with suppress(EngineError):  # an engine that has ended has dropped them
                 self._commands.submit(lambda: [self._scheduler.remove(request) for request in unfinished])
-
-    def _look_again(self) -> None:
-        """Have the engine's thread look for work again."""
-        with suppress(EngineError):  # a closed engine looks for no work
-            self._commands.submit(lambda: None)
 
     @property
     def _scheduler(self) -> Scheduler:
