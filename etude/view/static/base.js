@@ -2,7 +2,7 @@
 
 import { listen } from "./live.js";
 import { number } from "./text.js";
-import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 /** True in a page that was exported into a file: it has no links to other pages, and does not change. */
 export const isSaved = document.getElementById("saved") !== null;
@@ -109,7 +109,7 @@ export const compareLink = linkTo("compare", "a");
 export function useKeys(keys) {
   const known = useRef(keys);
   known.current = keys;
-  useEffect(() => {
+  useLayoutEffect(() => {
     const pressed = (event) => {
       const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
       const act = !typing && !event.ctrlKey && !event.metaKey && !event.altKey && known.current[event.key];
