@@ -302,16 +302,22 @@ def _chat(arguments: argparse.Namespace) -> None:
     run_chat(run, source, best=arguments.best, piped=piped)
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def compose_recipe(arguments: argparse.Namespace, classes: Mapping[str, str]) -> tuple[str, Any]:
+    """Return the recipe that a command line names, empty for `etude train`, and its run. classes: of the options, by
+    the recipe."""
     from etude.config import load_plugin
     from etude.recipes.presets import split_preset
     from etude.recipes.registry import compose_run
 
-    recipe = next((word for word in arguments.overrides if word in PLAN_CLASSES), "")
+    recipe = next((word for word in arguments.overrides if word in classes), "")
     preset, overrides = split_preset([word for word in arguments.overrides if word != recipe])
     if recipe and preset is not None:
         raise ConfigError(f"The preset {preset.stem} belongs to `etude train`, and `etude {recipe}` takes none.")
-    run = compose_run(load_plugin(PLAN_CLASSES[recipe], None), overrides, arguments.config, preset)
+    return recipe, compose_run(load_plugin(classes[recipe], None), overrides, arguments.config, preset)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    _, run = compose_recipe(arguments, PLAN_CLASSES)
     with pause_gc():
         from etude.tools.plan.planner import plan_memory, to_dict
         from etude.tools.plan.report import show

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from etude.commands import BEST, add_command, add_command_group, add_run_command
+from etude.commands import BEST, add_command, add_command_group, add_run_command, compose_recipe
 from etude.errors import ConfigError
 from etude.help_texts import ENGINE_INSTALL, ENV, RUNNER, SERVE, STORE, VIEW
 from etude.lazy import pause_gc
@@ -195,18 +195,10 @@ def _add_launch(commands: Any) -> None:
 
 def _launch(arguments: argparse.Namespace) -> None:
     from etude.clusters.launch import check_job, follow, submit, write_job
-    from etude.config import load_plugin
-    from etude.recipes.presets import split_preset
-    from etude.recipes.registry import compose_run
 
-    words = arguments.overrides
-    recipe = next((word for word in words if word in LAUNCH_CLASSES), "")
-    preset, options = split_preset([word for word in words if word != recipe])
-    if recipe and preset is not None:
-        raise ConfigError(f"The preset {preset.stem} belongs to `etude train`, and `etude {recipe}` takes none.")
-    run: Any = compose_run(load_plugin(LAUNCH_CLASSES[recipe], None), options, arguments.config, preset)
+    recipe, run = compose_recipe(arguments, LAUNCH_CLASSES)
     directory = check_job(run, run.launch)
-    passed = [word for word in words if word != recipe and not word.startswith("launch.")]
+    passed = [word for word in arguments.overrides if word != recipe and not word.startswith("launch.")]
     script = write_job(directory, [recipe or "train", *passed], arguments.config, run.launch)
     if arguments.dry_run:
         print(script.read_text(encoding="utf-8"), end="")

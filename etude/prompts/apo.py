@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.errors import ConfigError, EtudeError, RunError
+from etude.errors import EtudeError, RunError
 from etude.observe import progress
 from etude.prompts.scoring import PromptScore
 from etude.prompts.search import FoundPrompt, PromptSearch, PromptTrial, require_score
@@ -61,10 +61,7 @@ class APO(PromptSearch):
     """The held-out tasks that a round scores its prompts on. Its best prompt is then scored on all of them."""
 
     def __post_init__(self) -> None:
-        for name in ("beam_rounds", "beam_width", "branch_factor", "gradient_batch_size", "val_batch_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; it is a whole number, 1 or more.")
+        self.check_counts("beam_rounds", "beam_width", "branch_factor", "gradient_batch_size", "val_batch_size")
 
     @property
     def settings(self) -> Mapping[str, Any]:

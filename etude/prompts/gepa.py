@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from etude.errors import ConfigError, RunError
+from etude.errors import RunError
 from etude.prompts import load_gepa
 from etude.prompts.scoring import PromptScore, describe_rollout
 from etude.prompts.search import FoundPrompt, PromptSearch, PromptTrial, require_score
@@ -37,10 +37,7 @@ class GEPA(PromptSearch):
     """Further arguments of `gepa.optimize`, such as `use_merge`."""
 
     def __post_init__(self) -> None:
-        for name in ("max_rollouts", "reflection_minibatch_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; it is a whole number, 1 or more.")
+        self.check_counts("max_rollouts", "reflection_minibatch_size")
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -158,6 +158,13 @@ class PromptSearch(Algorithm):
         first = {} if self.best.first_score is None else {"first_score": self.best.first_score}
         return {"score": self.best.score, **first, "rollouts": float(log.rollouts)}
 
+    def check_counts(self, *names: str) -> None:
+        """Refuse fields that are no whole numbers, 1 or more."""
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; it is a whole number, 1 or more.")
+
     @abstractmethod
     def find(self, trial: PromptTrial) -> FoundPrompt:
         """Return the best prompt that the search finds."""
